@@ -1,0 +1,167 @@
+"""One process's dealings with one backend: the heartbeats of all its locks, on one thread.
+
+A lock is *lost* by arithmetic, not by a signal: it was proven at some moment, its ttl is known, and
+the clock says whether that is over. So :attr:`Session.lost` is right even when the heartbeat thread
+has not run since the process was frozen. The thread's work is to prove again in time, and to call
+``on_lost`` when it could not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from .backend import Backend, Ticket
+from .exceptions import BackendError
+
+log = logging.getLogger("dprims.session")
+
+IDLE_S = 5.0
+"""How long the heartbeat thread outlives the last ticket."""
+
+
+class Session:
+    """The heartbeats of every ticket that this process has with one backend.
+
+    Made by :meth:`of`, never shared with a forked child: the child gets one of its own.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.pid = os.getpid()
+        self.owners: dict[tuple[str, object], Ticket] = {}
+        """Which thread or task holds which name, for :class:`~dprims.exceptions.AlreadyHeld`."""
+        self._changed = threading.Condition()
+        self._tickets: dict[Ticket, Callable[[], object]] = {}
+        self._thread: threading.Thread | None = None
+        self._due = 0.0
+        self._idle = False
+
+    @classmethod
+    def of(cls, backend: Backend) -> Session:
+        """The session of this process with *backend*, opened when there is none."""
+        with _SESSIONS_LOCK:
+            session = _SESSIONS.get(id(backend))
+            if session is not None and session.backend is backend and session.pid == os.getpid():
+                return session
+            if session is not None and session.backend is backend:
+                backend.reconnect_after_fork()
+            session = _SESSIONS[id(backend)] = cls(backend)
+            return session
+
+    @classmethod
+    def close_of(cls, backend: Backend) -> None:
+        """End the session with *backend*, if there is one: release what it holds, leave its queues."""
+        with _SESSIONS_LOCK:
+            session = _SESSIONS.get(id(backend))
+            if session is None or session.backend is not backend:
+                return
+            del _SESSIONS[id(backend)]
+        if session.pid == os.getpid():
+            session._close()
+
+    # -- tickets --------------------------------------------------------------------------------
+
+    def keep(self, ticket: Ticket, on_lost: Callable[[], object]) -> None:
+        """Beat for *ticket* from now on; *on_lost* is called once, on a thread of its own, if it is lost."""
+        now = self.backend.clock()
+        # a waiter is looked at once straight away: backends time those ahead of it from then on
+        due = now if ticket.token is None else now + _beat_interval(ticket)
+        with self._changed:
+            self._tickets[ticket] = on_lost
+            if self._thread is None:
+                self._idle, self._due = False, due
+                self._thread = threading.Thread(target=self._run, name="dprims-session", daemon=True)
+                self._thread.start()
+            elif due < self._due:
+                self._due = due
+                self._changed.notify()
+
+    def drop(self, ticket: Ticket) -> None:
+        """Stop beating for *ticket*; what becomes of it is not reported any more."""
+        with self._changed:
+            self._tickets.pop(ticket, None)
+
+    def lost(self, ticket: Ticket) -> bool:
+        """Whether a ticket that was held is held no more. Reads the clock; no round trip; never goes back."""
+        if not ticket.gone and self.pid == os.getpid() and self.backend.clock() < ticket.proven + ticket.ttl:
+            return False
+        ticket.gone = True
+        return True
+
+    def prove(self, ticket: Ticket) -> bool:
+        """Ask the server, in one round trip, whether *ticket* still holds its lock."""
+        if not self.lost(ticket):
+            self.backend.beat([ticket], ticket.ttl / 3)
+        return not self.lost(ticket)
+
+    # -- the heartbeat thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (pause := self._due - self.backend.clock()) > 0:
+                    self._changed.wait(pause)
+                tickets = list(self._tickets)
+                if not tickets:
+                    if self._idle:
+                        self._thread = None
+                        return
+                    self._idle, self._due = True, self.backend.clock() + IDLE_S
+                    continue
+                self._idle = False
+            wanted = self._beat(tickets)
+            self._report_losses()
+            with self._changed:
+                pause = min((_beat_interval(ticket) for ticket in self._tickets), default=IDLE_S)
+                self._due = self.backend.clock() + (pause if wanted is None else min(pause, wanted))
+
+    def _beat(self, tickets: list[Ticket]) -> float | None:
+        for ticket in tickets:  # a gap longer than the ttl is a loss, whatever the server says now
+            if ticket.token is not None:
+                self.lost(ticket)
+        alive = [ticket for ticket in tickets if not ticket.gone]
+        if not alive:
+            return None
+        limit = min(ticket.ttl for ticket in alive) / 3
+        try:
+            return self.backend.beat(alive, limit)
+        except BackendError as error:
+            log.warning("heartbeat of %d locks to %r failed: %s", len(alive), self.backend, error)
+            return limit / 4  # again soon: what is held lives until its ttl
+
+    def _report_losses(self) -> None:
+        with self._changed:
+            lost = [(t, call) for t, call in self._tickets.items() if t.token is not None and self.lost(t)]
+            for ticket, _ in lost:
+                del self._tickets[ticket]
+        for ticket, call in lost:
+            log.warning("lock %r (token %s) is lost", ticket.name, ticket.token)
+            threading.Thread(target=call, name=f"dprims-lost-{ticket.name}", daemon=True).start()
+
+    def _close(self) -> None:
+        with self._changed:
+            tickets, self._tickets = list(self._tickets), {}
+            self._due, self._idle = 0.0, True
+            self._changed.notify()
+        for ticket in tickets:
+            with suppress(BackendError):
+                if ticket.held:
+                    self.backend.release(ticket)
+                else:
+                    self.backend.leave(ticket)
+            ticket.gone = True
+
+
+def _beat_interval(ticket: Ticket) -> float:
+    """A third of the ttl, up to a tenth earlier, so that sessions do not beat in step."""
+    return ticket.ttl / 3 * random.uniform(0.9, 1.0)  # noqa: S311
+
+
+_SESSIONS: dict[int, Session] = {}
+_SESSIONS_LOCK = threading.Lock()
+os.register_at_fork(after_in_child=_SESSIONS_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
