@@ -1,0 +1,235 @@
+"""``redis://``, ``rediss://``, ``unix://``: queues and cells on one Redis or Valkey server.
+
+The queue is a list of waiters of whom each proves its life by a key that expires; whoever releases
+hands over, inside one script, to the first that is alive. A waiter sleeps in BLPOP on a list of its
+own and is woken once, when its turn has come; it then asks the server, and believes only that.
+The steps are the scripts in ``redis_scripts``; connections and retries are in ``redis_wire``.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dprims.backend import Backend, Guarantees, Place, Ticket
+from dprims.exceptions import BackendMisconfigured, BackendUnavailable
+
+from . import redis_scripts as lua
+from .redis_scripts import PREFIX, Script
+from .redis_wire import Command, Wire, pool_from, pool_of, redacted
+
+LOOK_AGAIN_S = 10.0
+"""How long a wait for a cell relies on one notification before it looks by itself."""
+
+
+@dataclass(slots=True, eq=False)
+class _RedisTicket(Ticket):
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    awaited: bool = False
+
+    @property
+    def ttl_ms(self) -> int:
+        return max(math.ceil(self.ttl * 1000), 1)
+
+
+class RedisBackend(Backend):
+    """Queues and cells on one Redis (6.0.6 or later) or Valkey server.
+
+    *client*: a blocking redis-py or valkey-py client whose way to connect is used; its pool, its
+    retries and its decoding are not. ``socket_timeout`` (in the URL's query, or the client's) bounds
+    each operation, reconnects included; 5 s when it is not given. ``?wait_replicas=n`` lets a grant
+    count only once n replicas have it.
+    """
+
+    guarantees = Guarantees(
+        scope="hosts",
+        survives_restart=False,
+        tokens_survive_restart=True,
+        min_ttl=0.05,
+        detects_killed_holder="ttl",
+        clock="the Redis server",
+        limits="one server: a restart without `appendfsync always` and a fail-over to a replica can lose "
+        "locks that are held (their holders learn so at the next beat), and keys may be evicted unless "
+        "maxmemory-policy is noeviction; tokens grow while the server's clock does not go back",
+    )
+
+    def __init__(self, url: str = "", *, client: Any = None) -> None:
+        if (client is None) == (not url):
+            raise BackendMisconfigured(
+                f"RedisBackend got url={url!r} and client={client!r}; expected one of them"
+            )
+        ours: dict[str, Any] = {}
+        if client is None:
+            pool, ours = pool_from(url, {"wait_replicas": int})
+        else:
+            pool = pool_of(client)
+        self._wire = Wire(pool, client)
+        self.url = url or self._wire.where
+        self._replicas = int(ours.get("wait_replicas", 0))
+        self._wire.call(("PING",), once=True)
+
+    # -- queues -----------------------------------------------------------------------------------
+
+    def enqueue(self, name: str, ttl: float, record: bytes) -> Ticket:
+        ticket = _RedisTicket(name, ttl, record)
+        self._ask(ticket)
+        return ticket
+
+    def await_turn(self, ticket: Ticket, timeout: float) -> bool:
+        ticket = _ours(ticket)
+        deadline = self.clock() + timeout
+        ticket.awaited = True  # before gone is read, so that leave() either is seen or wakes us
+        try:
+            while not ticket.gone:
+                if ticket.token is not None:
+                    self.beat([ticket], self._wire.timeout)
+                    return ticket.held
+                holder_left = self._ask(ticket)
+                if ticket.held:
+                    return True
+                left = deadline - self.clock()
+                if left <= 0:
+                    return False
+                self._wire.pause(_wake(ticket.id), min(left, holder_left, ticket.ttl / 3))
+            return False
+        finally:
+            ticket.awaited = False
+
+    def leave(self, ticket: Ticket) -> None:
+        ticket = _ours(ticket)
+        ticket.gone = True
+        self._leave(ticket)
+
+    def release(self, ticket: Ticket) -> bool:
+        ticket = _ours(ticket)
+        replies = self._wire.call(_on_queue(lua.RELEASE, ticket.name, ticket.id))
+        ticket.gone = True
+        return replies.values == [1] or replies.retried  # the try whose reply was lost may have done it
+
+    def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
+        asked = [(ticket, ticket.held) for ticket in map(_ours, tickets)]
+        replies = self._wire.call(
+            *(_on_queue(lua.BEAT, ticket.name, ticket.id, ticket.ttl_ms) for ticket, _ in asked),
+            timeout=timeout,
+        )
+        for (ticket, was_held), place in zip(asked, replies.values, strict=True):
+            if place == (2 if was_held else 1):
+                ticket.proven = max(ticket.proven, replies.asked)
+            elif was_held:
+                ticket.gone = True
+        return None
+
+    def queue(self, name: str) -> list[Place]:
+        [(holder, *waiting)] = self._wire.call(_on_queue(lua.QUEUE, name)).values
+        places = [] if holder is None else [_holder(name, holder)]
+        return places + [Place(name, None, ticket.partition(b" ")[2]) for ticket in waiting]
+
+    def held(self, prefix: str) -> list[Place]:
+        low, high = b"[" + prefix.encode(), b"(" + prefix.encode() + b"\xff"  # no UTF-8 text has an \xff
+        [found] = self._wire.call(("ZRANGEBYLEX", PREFIX + "names", low, high)).values
+        if not found:
+            return []
+        names = [name.decode() for name in found]
+        holders = self._wire.call(*(_on_queue(lua.HOLDER, name) for name in names)).values
+        return [_holder(name, entry) for name, entry in zip(names, holders, strict=True) if entry is not None]
+
+    def evict(self, name: str, token: int) -> bool:
+        replies = self._wire.call(_on_queue(lua.EVICT, name, token))
+        return replies.values == [1] or replies.retried
+
+    def _ask(self, ticket: _RedisTicket) -> float:
+        """Take the lock or a place in its queue; how many seconds the holder has left when it is another."""
+        commands = [_on_queue(lua.ACQUIRE, ticket.name, ticket.id, ticket.ttl_ms, ticket.record)]
+        if self._replicas:
+            commands.append(("WAIT", self._replicas, int(self._wire.timeout * 500)))
+        replies = self._wire.call(*commands)
+        token, left_ms = replies.values[0]
+        left_s: float = (left_ms + 1) / 1000
+        ticket.proven = max(ticket.proven, replies.asked)
+        if ticket.gone:  # left meanwhile, and the question has put it back
+            self._leave(ticket)
+        elif token is not None and self.clock() < replies.asked + ticket.ttl:  # else we slept over it
+            if self._replicas and replies.values[1] < self._replicas:
+                self._leave(ticket)
+                raise BackendUnavailable(
+                    f"{self!r}: the grant of lock {ticket.name!r} reached {replies.values[1]} replicas; "
+                    f"expected {self._replicas}"
+                )
+            ticket.token = int(token)
+        return left_s
+
+    def _leave(self, ticket: _RedisTicket) -> None:
+        self._wire.call(_on_queue(lua.LEAVE, ticket.name, ticket.id, int(ticket.awaited)))
+
+    # -- cells ------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> bytes | None:
+        [stands] = self._wire.call(("GET", _cell(key)[0])).values
+        return stands  # type: ignore[no-any-return]
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        [stands] = self._wire.call(
+            (lua.COMPARE_AND_SET, 2, *_cell(key), PREFIX, int(expected is not None), expected or b"", value)
+        ).values
+        return stands  # type: ignore[no-any-return]
+
+    def wait(self, key: str, timeout: float) -> bytes | None:
+        deadline = self.clock() + timeout
+        waiter = uuid.uuid4().hex
+        while True:
+            left = max(min(deadline - self.clock(), LOOK_AGAIN_S), 0)
+            watch = (lua.WATCH, 3, *_cell(key), _wake(waiter), waiter, math.ceil(left * 1000))
+            [stands] = self._wire.call(watch).values
+            if stands is not None or left <= 0:
+                return stands  # type: ignore[no-any-return]
+            self._wire.pause(_wake(waiter), left)
+
+    def delete(self, key: str) -> None:
+        self._wire.call(("DEL", _cell(key)[0]))
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def disconnect(self) -> None:
+        self._wire.close()
+
+    def reconnect_after_fork(self) -> None:
+        self._wire.forget()
+
+    def __repr__(self) -> str:
+        return f"<RedisBackend {redacted(self.url)}>"
+
+
+def _on_queue(script: Script, name: str, *args: object) -> Command:
+    return (
+        script,
+        4,
+        f"{PREFIX}lock:{name}",
+        f"{PREFIX}queue:{name}",
+        f"{PREFIX}token",
+        f"{PREFIX}names",
+        PREFIX,
+        name,
+        *args,
+    )
+
+
+def _cell(key: str) -> tuple[str, str]:
+    return f"{PREFIX}cell:{key}", f"{PREFIX}watch:{key}"
+
+
+def _wake(waiter: str) -> str:
+    return f"{PREFIX}wake:{waiter}"
+
+
+def _holder(name: str, entry: bytes) -> Place:
+    _, token, _, record = entry.split(b" ", 3)
+    return Place(name, int(token), record)
+
+
+def _ours(ticket: Ticket) -> _RedisTicket:
+    if not isinstance(ticket, _RedisTicket):
+        raise BackendMisconfigured(f"ticket for {ticket.name!r} comes from another backend")
+    return ticket

@@ -1,0 +1,278 @@
+"""Connections to one Redis server, every use of them bounded.
+
+redis-py and valkey-py bring the protocol, TLS and authentication; their pools and retries are not
+used, because they bound no whole operation and hide whether a command may have been applied.
+All our commands may be sent twice, so a failed one is simply sent again until its time is up.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from dprims.backend import boottime, need
+from dprims.exceptions import BackendMisconfigured, BackendUnavailable
+
+from .redis_scripts import Script
+
+TIMEOUT_S = 5.0
+"""How long one operation may take, reconnects included, unless ``socket_timeout`` says otherwise."""
+
+MAX_IDLE = 8
+"""How many unused connections are kept."""
+
+# What a client's pool knows that is not the connection's business, or that we decide ourselves.
+_NOT_OURS = (
+    "retry",
+    "cache",
+    "maint",
+    "orig_",
+    "oss_",
+    "himport",
+    "event_dispatcher",
+    "max_connections",
+    "timeout",
+    "health_check_interval",
+    "decode_responses",
+    "protocol",
+    "parser_class",
+    "socket_timeout",
+    "socket_connect_timeout",
+)
+# Answers of a server that will answer otherwise soon: starting, failing over, running a long script.
+_PASSING = ("LOADING", "READONLY", "MASTERDOWN", "BUSY", "TRYAGAIN", "CLUSTERDOWN")
+
+Command = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What came back, when the try that brought it began, and whether an earlier try failed on the way."""
+
+    values: list[Any]
+    asked: float
+    retried: bool
+
+
+class Wire:
+    """Pipelined calls to one server, from any thread; a forked child opens connections of its own."""
+
+    def __init__(self, pool: Any, owner: object = None) -> None:
+        self._owner = owner  # keeps a client that was passed in alive: its pool may find the server
+        self._class = pool.connection_class
+        self._options = {
+            key: value for key, value in pool.connection_kwargs.items() if not key.startswith(_NOT_OURS)
+        }
+        self.timeout = float(pool.connection_kwargs.get("socket_timeout") or TIMEOUT_S)
+        self.where = _where(self._class, self._options)
+        self._errors = _errors_of(self._class)
+        self._idle: deque[Any] = deque()
+        self._busy: set[Any] = set()
+        self._pid = os.getpid()
+        self._closed = False
+
+    def call(self, *commands: Command, timeout: float | None = None, once: bool = False) -> Replies:
+        """Send *commands* in one round trip and return their replies; again until *timeout* if it fails.
+
+        *once*: no second try when the server refuses the connection.
+        """
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        pause = 0.0
+        while True:
+            asked = boottime()
+            try:
+                return Replies(self._exchange(commands, deadline), asked, pause > 0)
+            except _Passing as failure:
+                left = deadline - time.monotonic()
+                if once or left <= pause or self._closed:
+                    raise BackendUnavailable(
+                        f"{self.where} did not answer {commands[0][0]} within {limit:.3g} s: {failure}"
+                    ) from None
+            time.sleep(pause)
+            pause = min(max(2 * pause, 0.01), 0.25)
+
+    def pause(self, key: str, timeout: float) -> None:
+        """Wait at most *timeout* seconds for something in the list *key*, on a connection of its own.
+
+        Says nothing about why it returned: the caller asks the server.
+        """
+        deadline = time.monotonic() + timeout
+        with suppress(_Passing):
+            # the server ends the wait; a server that does not is given up a little later
+            self._exchange([("BLPOP", key, f"{max(timeout, 0.001):.3f}")], deadline + self.timeout)
+            return
+        time.sleep(min(0.05, max(deadline - time.monotonic(), 0)))
+
+    def close(self) -> None:
+        """Close every connection, also those in use, whose calls then fail."""
+        self._closed = True
+        for connection in [*self._idle, *self._busy]:
+            connection.disconnect()
+        self._idle.clear()
+
+    def forget(self) -> None:
+        """In a forked child: drop the parent's connections without a word to the server."""
+        for connection in [*self._idle, *self._busy]:
+            connection.disconnect()  # closes this process's descriptor only
+        self._idle, self._busy = deque(), set()
+        self._pid = os.getpid()
+        self._closed = False
+
+    # -- one try ----------------------------------------------------------------------------------
+
+    def _exchange(self, commands: Sequence[Command], deadline: float) -> list[Any]:
+        connection = self._checkout(deadline)
+        self._busy.add(connection)
+        clean = False
+        try:
+            replies = self._send(connection, [_evalsha(command) for command in commands], deadline)
+            unknown = [i for i, reply in enumerate(replies) if isinstance(reply, self._errors.NoScriptError)]
+            if unknown:
+                again = self._send(connection, [_eval(commands[i]) for i in unknown], deadline)
+                for i, reply in zip(unknown, again, strict=True):
+                    replies[i] = reply
+            clean = not self._closed
+        except (self._errors.RedisError, OSError) as error:
+            raise self._told(error) from None
+        finally:
+            self._busy.discard(connection)
+            if clean and len(self._idle) < MAX_IDLE:
+                self._idle.append(connection)
+            else:
+                connection.disconnect()
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise self._told(reply)
+        return replies
+
+    def _send(self, connection: Any, commands: list[Command], deadline: float) -> list[Any]:
+        connection.send_packed_command(connection.pack_commands(commands))
+        replies: list[Any] = []
+        for _ in commands:
+            left = deadline - time.monotonic()
+            if left <= 0 or not connection.can_read(left):
+                raise self._errors.TimeoutError("no answer")
+            try:
+                replies.append(connection.read_response())
+            except self._errors.ResponseError as error:  # the reply to this command; the next follows
+                replies.append(error)
+        return replies
+
+    def _checkout(self, deadline: float) -> Any:
+        if self._pid != os.getpid():
+            self.forget()
+        while self._idle:
+            with suppress(IndexError, self._errors.ConnectionError, self._errors.TimeoutError, OSError):
+                connection = self._idle.pop()
+                if not connection.can_read(0):  # nothing to read: neither closed nor out of step
+                    return connection
+                connection.disconnect()
+        if self._closed:
+            raise _Passing("this backend was closed")
+        limit = max(min(deadline - time.monotonic(), self.timeout), 0.01)
+        try:
+            connection = self._class(
+                **self._options, socket_timeout=limit, socket_connect_timeout=limit, protocol=2
+            )
+        except TypeError as error:
+            raise BackendMisconfigured(
+                f"{self.where}: an option that its client does not know: {error}"
+            ) from None
+        try:
+            connection.connect()
+        except (self._errors.RedisError, OSError) as error:
+            connection.disconnect()
+            raise self._told(error) from None
+        return connection
+
+    def _told(self, error: Exception) -> Exception:
+        """What a client's *error* is to our callers."""
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, self._errors.AuthenticationError | self._errors.NoPermissionError):
+            return BackendMisconfigured(f"{self.where} refused the credentials: {text}")
+        passing = isinstance(error, self._errors.ReadOnlyError | self._errors.BusyLoadingError)
+        if passing or str(error).startswith(_PASSING) or not isinstance(error, self._errors.ResponseError):
+            return _Passing(text)
+        return BackendMisconfigured(f"{self.where} cannot be used: {text}")
+
+
+class _Passing(Exception):
+    """A failure after which the same commands are worth another try."""
+
+
+def pool_of(client: Any) -> Any:
+    """The pool of a redis-py or valkey-py *client*, which knows how to connect."""
+    pool = getattr(client, "connection_pool", None)
+    if pool is None or any(".asyncio" in base.__module__ for base in type(client).__mro__):
+        raise BackendMisconfigured(
+            f"client is a {type(client).__module__}.{type(client).__name__}; expected a blocking client of "
+            "redis-py or valkey-py for one server (redis.Redis)"
+        )
+    return pool
+
+
+def pool_from(url: str, options: dict[str, Callable[[str], Any]]) -> tuple[Any, dict[str, Any]]:
+    """A pool for *url*, and what its query says of our own *options* (name -> how to read it)."""
+    redis = need("redis", "redis")
+    parts = urlsplit(url)
+    ours, theirs = {}, []
+    try:
+        for key, value in parse_qsl(parts.query, keep_blank_values=True):
+            if key in options:
+                ours[key] = options[key](value)
+            else:
+                theirs.append((key, value))
+        if parts.scheme != "unix" and parts.path.strip("/"):
+            int(parts.path.strip("/"))
+        return redis.ConnectionPool.from_url(urlunsplit(parts._replace(query=urlencode(theirs)))), ours
+    except ValueError as error:
+        raise BackendMisconfigured(
+            f"backend URL is {redacted(url)!r}: {error}; expected redis://[user:password@]host[:port][/db], "
+            "rediss://... or unix:///path[?db=n]"
+        ) from None
+
+
+def redacted(url: str) -> str:
+    """*url* without its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    address = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{address}"))
+
+
+def _where(connection_class: type, options: dict[str, Any]) -> str:
+    db = f"/{options['db']}" if options.get("db") else ""
+    if "path" in options:
+        return f"unix://{options['path']}{db}"
+    scheme = "rediss" if "SSL" in connection_class.__name__ else "redis"
+    return f"{scheme}://{options.get('host', 'localhost')}:{options.get('port', 6379)}{db}"
+
+
+def _errors_of(connection_class: type) -> Any:
+    """The exceptions module of the package that the connections come from."""
+    for base in connection_class.__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in ("redis", "valkey"):
+            return import_module(f"{package}.exceptions")
+    raise BackendMisconfigured(
+        f"connections of {connection_class.__module__} are neither redis-py's nor valkey-py's"
+    )
+
+
+def _evalsha(command: Command) -> Command:
+    """A command to send: a script goes by its hash."""
+    script, *rest = command
+    return ("EVALSHA", script.sha, *rest) if isinstance(script, Script) else command
+
+
+def _eval(command: Command) -> Command:
+    return ("EVAL", command[0].source, *command[1:])
