@@ -1,0 +1,323 @@
+"""The vocabulary of the refit protocol: values, messages, and what goes into and comes out of a machine.
+
+Everything is a tuple of plain values, so that it compares, hashes and pickles as one. A *seat* is a
+rank's number in the complete fleet (:class:`~dprims.membership.RefitMembership`); it never moves. A
+rank is named (seat, incarnation): the token of its roster entry. Incarnation 0 means "not in".
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from dprims.membership import Epoch
+
+Kind = Literal["ask", "build", "recv", "pause", "commit", "resume", "rollback"]
+
+COMMIT = "commit"
+ABORT = "abort"
+"""A decision cell holds ``commit``, or ``abort: `` and a reason."""
+
+
+# ---- values -----------------------------------------------------------------------------------------
+
+
+class Version(NamedTuple):
+    """What a shard serves: a number that grows, and the digest of the weights (one number, one digest)."""
+
+    number: int
+    digest: str = ""
+
+
+class Staged(NamedTuple):
+    """A version that was received whole under an epoch and waits for that epoch's decision."""
+
+    epoch: Epoch
+    version: Version
+
+
+class Holding(NamedTuple):
+    """What a rank holds, as it answers ``ask``."""
+
+    live: Version | None
+    staged: Staged | None
+    paused: bool
+
+
+class Cause(NamedTuple):
+    """Why an operation did not succeed: what happened, at which seat (None: no rank's fault), in words."""
+
+    what: Literal["lost", "timeout", "error", "mismatch", "aborted", "quorum", "refused", "stale"]
+    seat: int | None
+    why: str
+
+
+# ---- calls ------------------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    """One call to one rank; equal messages are one call, and doing it twice is doing it once."""
+
+    kind: Kind
+    epoch: Epoch
+    version: Version
+    """``build``: the version it will carry; ``recv``: with an empty digest when that is not yet known."""
+    incarnation: int
+    """The process that is meant; any other one answers with an error."""
+
+
+class Reply(NamedTuple):
+    """The answer to a call. ``refused``: the epoch is below ``seen``, nothing was changed."""
+
+    status: Literal["ok", "refused", "error"]
+    why: str = ""
+    seen: Epoch | None = None
+    digest: str = ""
+    holding: Holding | None = None
+
+
+# ---- into the leader --------------------------------------------------------------------------------
+
+
+class Elected(NamedTuple):
+    """The leader lock was acquired with this token; the rest was read after that.
+
+    ``evicted`` are the seats that are not in, and whose last entry a leader deleted.
+    """
+
+    term: int
+    roster: tuple[int, ...]
+    evicted: frozenset[int] = frozenset()
+
+
+class SyncRequested(NamedTuple):
+    """Send the trainers' weights: to every shard that is in, or to one that came back (``only``)."""
+
+    roster: tuple[int, ...]
+    only: int | None = None
+
+
+class BuildRequested(NamedTuple):
+    """Build the groups if they differ from what is wanted. ``absent`` holds for later syncs too."""
+
+    roster: tuple[int, ...]
+    absent: frozenset[int] = frozenset()
+    force: bool = False
+
+
+class Replied(NamedTuple):
+    """The answer to a call arrived; an exception of the call is a Reply with status "error"."""
+
+    seat: int
+    message: Message
+    reply: Reply
+
+
+class Silent(NamedTuple):
+    """A call has had no answer by its deadline, or its answer was lost."""
+
+    seat: int
+    message: Message
+
+
+class Gone(NamedTuple):
+    """A rank can surely not serve any more: its process ended, or its roster entry ran out.
+
+    Of an entry that a leader deleted this is sure only ttl + ttl/4 after the deletion.
+    """
+
+    seat: int
+    incarnation: int
+    why: str
+
+
+class CellRead(NamedTuple):
+    """What stands in a decision cell: after a SetCell, or because a watcher saw it change."""
+
+    epoch: Epoch
+    number: int
+    value: str
+
+
+class RecordsRead(NamedTuple):
+    """The answer to ReadRecords; None where nothing was ever written."""
+
+    reserved: Version | None
+    current: Version | None
+
+
+class Fenced(NamedTuple):
+    """The outcome of a Reserve or Publish: False when a higher term stands there."""
+
+    ok: bool
+
+
+class Condemned(NamedTuple):
+    """A Condemn is over: its roster entries are gone and their ttl has passed."""
+
+    shard: int
+
+
+class Stepped(NamedTuple):
+    """The trainers changed their weights."""
+
+
+class Deposed(NamedTuple):
+    """The leader lock was lost, or the backend gave no answer: what stands there is unknown."""
+
+    why: str
+
+
+LeaderEvent = (
+    Elected
+    | SyncRequested
+    | BuildRequested
+    | Replied
+    | Silent
+    | Gone
+    | CellRead
+    | RecordsRead
+    | Fenced
+    | Condemned
+    | Stepped
+    | Deposed
+)
+
+
+# ---- out of the leader ------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """Send a message to the process that has this seat; answer with Replied, Silent or Gone."""
+
+    seat: int
+    message: Message
+
+
+class SetCell(NamedTuple):
+    """Write a decision cell in the backend if nothing stands there; answer CellRead with what stands."""
+
+    epoch: Epoch
+    number: int
+    value: str
+
+
+class ReadRecords(NamedTuple):
+    """Read ``refit/next`` and ``refit/current``; answer RecordsRead."""
+
+
+class Reserve(NamedTuple):
+    """Write ``refit/next``, fenced by ``term``; answer Fenced."""
+
+    version: Version
+    term: int
+
+
+class Publish(NamedTuple):
+    """Write ``refit/current``, fenced by ``term``; answer Fenced."""
+
+    version: Version
+    term: int
+
+
+class Condemn(NamedTuple):
+    """Write down that these (seat, incarnation) are evicted, delete their roster entries (each only
+    if it still has that incarnation), wait ttl + ttl/4, answer Condemned."""
+
+    shard: int
+    entries: tuple[tuple[int, int], ...]
+
+
+class Finish(NamedTuple):
+    """The operation is over: it succeeded when ``cause`` is None. ``rebuilt``: groups were built."""
+
+    goal: Literal["recover", "sync", "only", "build"]
+    cause: Cause | None
+    rebuilt: bool = False
+
+
+LeaderAction = Call | SetCell | ReadRecords | Reserve | Publish | Condemn | Finish
+
+
+# ---- into a member ----------------------------------------------------------------------------------
+
+
+class Started(NamedTuple):
+    """The process started, or its roster entry was lost: it has no place in the fleet."""
+
+
+class Joined(NamedTuple):
+    """The roster entry is held, under this incarnation."""
+
+    incarnation: int
+
+
+class TermRead(NamedTuple):
+    """The highest term there is; read after the roster entry was held, never before."""
+
+    term: int
+
+
+class Performed(NamedTuple):
+    """A Perform succeeded. ``digest``: of what was received."""
+
+    message: Message
+    digest: str = ""
+
+
+class Broke(NamedTuple):
+    """A Perform failed or was cancelled."""
+
+    message: Message
+    why: str
+
+
+MemberEvent = Message | Started | Joined | TermRead | Performed | Broke | CellRead
+
+
+# ---- out of a member --------------------------------------------------------------------------------
+
+
+class Join(NamedTuple):
+    """Acquire this seat's roster entry; answer Joined."""
+
+
+class ReadTerm(NamedTuple):
+    """Read the highest term that ever was; answer TermRead."""
+
+
+class Perform(NamedTuple):
+    """Do what the message says and answer Performed or Broke.
+
+    ``build`` and ``recv`` take long: other messages are handed to the machine meanwhile. ``pause``,
+    ``commit`` and ``resume`` are over, with their answer, before the next event is handed in.
+    """
+
+    message: Message
+
+
+class Cancel(NamedTuple):
+    """Make the ``build`` or ``recv`` that runs come back with Broke, soon; its result is void."""
+
+    message: Message
+
+
+class Drop(NamedTuple):
+    """Discard what is staged. Cannot fail."""
+
+
+class WriteAbort(NamedTuple):
+    """Write ``abort: why`` into a decision cell if nothing stands there; needs no answer."""
+
+    epoch: Epoch
+    number: int
+    why: str
+
+
+class Answer(NamedTuple):
+    """Answer a message."""
+
+    message: Message
+    reply: Reply
+
+
+MemberAction = Join | ReadTerm | Perform | Cancel | Drop | WriteAbort | Answer
