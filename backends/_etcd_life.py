@@ -1,0 +1,225 @@
+"""What one process has at a cluster: a link, watches, and the leases on which its places in queues live.
+
+There is one lease for each ttl in whole seconds, however many locks. A lease lives at the server for its
+ttl after the last request that renewed it; ``proven`` is this host's clock just before that request, so
+until ``proven + ttl`` the server has not dropped it.
+
+A shared lease would also keep alive what nobody wants any more: the place of a caller whose request to
+give it up got no answer, or whose lock counts as lost here. Such keys are *forgotten*: they are deleted
+along with each renewal until the server has confirmed it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from dprims.backend import Ticket
+from dprims.exceptions import BackendError, BackendUnavailable
+
+from . import _etcd_wire as wire
+from ._etcd_link import Endpoint, Link
+from ._etcd_watch import WatchHub
+from ._etcd_wire import grpc, rpc
+
+log = logging.getLogger("dprims.etcd")
+
+FRESH = 1 / 3
+"""How much of its ttl a lease may have used up when a new place is put on it."""
+CLOSE_S = 2.0
+"""How long closing waits for the server."""
+_FORGET_TRIES = 3  # answers "not there" after which a request that was late cannot come any more
+
+
+class LeaseIsGone(Exception):
+    """The server does not know the lease that a key was to stand on."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One lease; ``gone`` once the server does not know it any more."""
+
+    id: int
+    ttl: float
+    proven: float = 0.0
+    gone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class EtcdTicket(Ticket):
+    """A ticket, and where it stands at the server."""
+
+    key: bytes = b""
+    """The place in the queue: a key of its own for each attempt, never used again."""
+    lease: Lease = field(default_factory=lambda: Lease(0, 0.0, gone=True))
+    place: int = 0
+    """The key's create revision: the token, once nobody is ahead."""
+    ahead: bytes | None = None
+    """The key just ahead at revision ``seen``; None when that is not known."""
+    seen: int = 0
+    turn: threading.Event = field(default_factory=threading.Event)
+
+
+class Life:
+    """One process's dealings with one cluster, until :meth:`close`."""
+
+    def __init__(self, link: Link, clock: Callable[[], float]) -> None:
+        self.link = link
+        self.hub = WatchHub(link)
+        self.tickets: set[EtcdTicket] = set()
+        """Every ticket that may have a key at the server."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[int, Lease] = {}
+        self._forgotten: dict[bytes, int] = {}
+
+    def txn(self, what: str, request: Any, timeout: float | None = None) -> tuple[Any, int]:
+        """Do a transaction that may be repeated; return its answer, and how often it was sent."""
+        tries = 0
+
+        def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> Any:
+            nonlocal tries
+            tries += 1
+            try:
+                return endpoint.kv.Txn(request, **limits)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    raise LeaseIsGone from error
+                raise
+
+        return self.link.run(what, attempt, timeout), tries
+
+    def read(self, request: Any, timeout: float | None = None) -> Any:
+        """Read keys."""
+
+        def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> Any:
+            return endpoint.kv.Range(request, **limits)
+
+        return self.link.run("read keys", attempt, timeout)
+
+    # -- leases -----------------------------------------------------------------------------------
+
+    def lease_for(self, ttl: float, timeout: float) -> Lease:
+        """A lease of at least *ttl* seconds, renewed not long ago: mostly without a round trip."""
+        seconds = math.ceil(ttl)
+        lease = self._leases.get(seconds)
+        if lease is not None and self.is_fresh(lease):
+            return lease
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=max(timeout, 0)):
+            raise BackendUnavailable(f"etcd at {self.link} did not renew a lease within {timeout:g} s")
+        try:
+            lease = self._leases.get(seconds)
+            if lease is not None and not lease.gone and not self.is_fresh(lease):
+                self.renew([lease], [], deadline - time.monotonic())
+            if lease is None or lease.gone:
+                lease = self._leases[seconds] = self._grant(seconds, deadline - time.monotonic())
+            return lease
+        finally:
+            self._lock.release()
+
+    def is_fresh(self, lease: Lease) -> bool:
+        """Whether most of its ttl is left."""
+        return not lease.gone and self._clock() < lease.proven + lease.ttl * FRESH
+
+    def shortest_ttl(self) -> float:
+        """The shortest ttl that the server keeps: what it makes of a request for one second."""
+        lease = self._grant(1, self.link.timeout)
+        self._leases[math.ceil(lease.ttl)] = lease
+        return lease.ttl
+
+    def renew(self, leases: Sequence[Lease], txns: Sequence[Any], timeout: float) -> tuple[float, list[Any]]:
+        """Renew *leases* and do *txns*, all in one round trip.
+
+        Returns when it was asked, by the clock, and the answers. A lease that the server does not know
+        is ``gone`` afterwards.
+        """
+        self._forget_the_lost()
+        forgotten = list(self._forgotten) if leases else []
+        deletes = [wire.txn(wire.delete(key)) for key in forgotten]
+
+        def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> tuple[float, dict[int, int], list[Any]]:
+            asked = self._clock()
+            requests = [rpc.LeaseKeepAliveRequest(ID=lease.id) for lease in leases]
+            renewals = endpoint.lease.LeaseKeepAlive(iter(requests), **limits) if leases else ()
+            pending = [endpoint.kv.Txn.future(txn, **limits) for txn in (*txns, *deletes)]
+            seconds_left = {renewal.ID: renewal.TTL for renewal in renewals}
+            return asked, seconds_left, [answer.result() for answer in pending]
+
+        asked, seconds_left, answers = self.link.run("renew leases", attempt, timeout)
+        for lease in leases:
+            if seconds_left.get(lease.id, 0) <= 0:
+                lease.gone = True
+            else:
+                lease.proven = max(lease.proven, asked)
+        for key, answer in zip(forgotten, answers[len(txns) :], strict=True):
+            tries = self._forgotten.get(key, 0) - 1
+            if answer.responses[0].response_delete_range.deleted or tries <= 0:
+                self._forgotten.pop(key, None)
+            else:
+                self._forgotten[key] = tries
+        return asked, answers[: len(txns)]
+
+    def _grant(self, seconds: int, timeout: float) -> Lease:
+        lease = Lease(1 + secrets.randbelow(2**63 - 1), float(seconds))
+        asked: list[float] = []
+
+        def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> None:
+            asked.append(self._clock())
+            try:
+                answer = endpoint.lease.LeaseGrant(rpc.LeaseGrantRequest(TTL=seconds, ID=lease.id), **limits)
+                lease.ttl = float(answer.TTL)
+            except grpc.RpcError as error:
+                # "already exists": an earlier try was granted, and its reply was lost
+                if error.code() is not grpc.StatusCode.FAILED_PRECONDITION or len(asked) == 1:
+                    raise
+
+        self.link.run("grant a lease", attempt, timeout)
+        lease.proven = asked[0]
+        return lease
+
+    # -- keys that nobody wants -------------------------------------------------------------------
+
+    def forget(self, ticket: EtcdTicket) -> None:
+        """Delete the ticket's key sooner or later, whatever became of requests about it."""
+        self.tickets.discard(ticket)
+        if ticket.key:
+            self._forgotten[ticket.key] = _FORGET_TRIES
+
+    def _forget_the_lost(self) -> None:
+        now = self._clock()
+        for ticket in self.tickets.copy():
+            if ticket.token is not None and (ticket.gone or now >= ticket.proven + ticket.ttl):
+                self.forget(ticket)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back the leases, and with them every place; wake who waits; close the connections."""
+        tickets, self.tickets = self.tickets.copy(), set()
+        for ticket in tickets:
+            ticket.gone = True
+            ticket.turn.set()
+        self.hub.close()
+        leases = [lease for lease in self._leases.values() if not lease.gone]
+
+        def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> None:
+            requests = [rpc.LeaseRevokeRequest(ID=lease.id) for lease in leases]
+            for answer in [endpoint.lease.LeaseRevoke.future(request, **limits) for request in requests]:
+                try:
+                    answer.result()
+                except grpc.RpcError as error:
+                    if error.code() is not grpc.StatusCode.NOT_FOUND:
+                        raise
+
+        with suppress(BackendError):  # what could not be given back ends with its ttl
+            if leases:
+                self.link.run("revoke leases", attempt, min(CLOSE_S, self.link.timeout))
+        self.link.close()

@@ -1,0 +1,105 @@
+"""What an ``etcd://`` URL says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from dprims.exceptions import BackendMisconfigured
+
+DEFAULT_PORT = 2379
+TIMEOUT_S = 5.0
+PREFIX = "dprims"
+_FORM = "etcd://[user:password@]host[:port][,host[:port]...][/prefix][?timeout=s&ca=file&cert=file&key=file]"
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdUrl:
+    """The parts of ``etcd://user:password@h1:2379,h2:2379/prefix?timeout=5`` or ``etcds://``.
+
+    ``timeout`` bounds one call, in seconds, over all endpoints together.
+    """
+
+    endpoints: tuple[str, ...]
+    user: str = ""
+    password: str = ""
+    prefix: str = PREFIX
+    timeout: float = TIMEOUT_S
+    tls: bool = False
+    ca: bytes | None = None
+    cert: bytes | None = None
+    key: bytes | None = None
+
+    @classmethod
+    def parse(cls, url: str) -> EtcdUrl:
+        """Read *url* and the certificate files that it names; raises BackendMisconfigured."""
+        shown = f"backend URL is {without_password(url)!r}"
+        parts = urlsplit(url)
+        if parts.scheme not in ("etcd", "etcds") or not parts.netloc or parts.fragment:
+            raise BackendMisconfigured(f"{shown}; expected {_FORM}")
+        login, _, hosts = parts.netloc.rpartition("@")
+        user, _, password = (unquote(part) for part in login.partition(":"))
+        if bool(user) != bool(password):
+            raise BackendMisconfigured(f"{shown}; expected both user and password, or neither")
+        tls = parts.scheme == "etcds"
+        timeout = TIMEOUT_S
+        files: dict[str, bytes] = {}
+        for option, value in parse_qsl(parts.query, keep_blank_values=True):
+            if option == "timeout":
+                timeout = _seconds(value, shown)
+            elif option in ("ca", "cert", "key") and tls:
+                files[option] = _read(option, value, shown)
+            else:
+                known = "timeout, ca, cert, key" if tls else "timeout (ca, cert, key with etcds://)"
+                raise BackendMisconfigured(f"{shown}; its option is {option!r}, expected one of {known}")
+        if ("cert" in files) != ("key" in files):
+            raise BackendMisconfigured(f"{shown}; expected both cert and key, or neither")
+        return cls(
+            endpoints=tuple(_endpoint(host, shown) for host in hosts.split(",")),
+            user=user,
+            password=password,
+            prefix=unquote(parts.path.strip("/")) or PREFIX,
+            timeout=timeout,
+            tls=tls,
+            **files,
+        )
+
+
+def without_password(url: str) -> str:
+    """*url* as it may be shown."""
+    scheme, separator, rest = url.partition("://")
+    login, at, place = rest.rpartition("@")
+    user, colon, _ = login.partition(":")
+    return f"{scheme}{separator}{user}{':***' if colon else ''}{at}{place}"
+
+
+def _endpoint(text: str, shown: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or (text.startswith("[") and text.endswith("]")):
+        host, port = text, str(DEFAULT_PORT)
+    number = int(port) if port.isdecimal() and port.isascii() else 0
+    bare = (host.startswith("[") and host.endswith("]")) or ":" not in host
+    if not host or not bare or host.isspace() or not 0 < number < 65536:
+        raise BackendMisconfigured(
+            f"{shown}; its endpoint is {text!r}, expected host, host:port or [v6]:port"
+        )
+    return f"{host}:{number}"
+
+
+def _seconds(text: str, shown: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise BackendMisconfigured(f"{shown}; its timeout is {text!r}, expected seconds > 0")
+    return seconds
+
+
+def _read(option: str, path: str, shown: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise BackendMisconfigured(f"{shown}; its {option} cannot be read: {error}") from None
