@@ -242,7 +242,7 @@ def _absolute(module: str, name: str, level: int) -> str:
     if not level:
         return name
     parts = f"dprims.{module}".rstrip(".").split(".")
-    is_package = module in ("", "backends", "cli", "engines", "synchronizer", "testing")
+    is_package = module in MODULES and MODULES[module].name == "__init__.py"
     package = parts[: len(parts) - level + is_package]
     return ".".join([*package, *filter(None, [name])])
 
