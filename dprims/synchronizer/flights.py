@@ -1,0 +1,257 @@
+"""The loop that sender and receiver share: buckets under way, waits, digests, faults, and the way out."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..exceptions import TransferCorrupt
+from .digest import ROW_BYTES, Digests
+from .group import CommGroup
+from .guard import Guard, Query, Work
+from .lanes import Lane, Span, TransferStats, empty, lane_for, timed
+from .plan import Bucket, Plan
+
+if TYPE_CHECKING:
+    from ..testing.faults import FaultInjector
+
+__all__ = ["Flight", "Loop", "WireBuffers"]
+
+
+@dataclass(slots=True)
+class Flight:
+    """One bucket under way: the memory that travels, and what has to be kept until it has."""
+
+    bucket: Bucket
+    regions: list[Tensor]
+    held: list[Tensor]
+    release: Callable[[Tensor], None] | None = None
+    unload: Callable[[], None] | None = None
+    arrival: Sequence[Work | Query] = ()
+    works: list[Any] = field(default_factory=list)
+    began: float = 0.0
+
+
+class Loop:
+    """What sender and receiver share: flights, waits, digests, faults, times, and the way out."""
+
+    def __init__(
+        self,
+        group: CommGroup,
+        plan: Plan,
+        guard: Guard,
+        verify: bool,
+        faults: FaultInjector | None,
+        rank: int | None,
+        on_bucket: Callable[[int], None] | None,
+    ) -> None:
+        self.group, self.plan, self.guard, self.faults = group, plan, guard, faults
+        self.rank = group.rank if rank is None else rank
+        self.lane: Lane = lane_for(group.device)
+        self.stats = TransferStats(nbytes=plan.nbytes, buckets=len(plan.buckets))
+        self._spans: list[Span] = []
+        self._flights: deque[Flight] = deque()
+        self._on_bucket = on_bucket
+        self._began = time.monotonic()
+        self._first = self._last = self._began
+        self._regions = [0]
+        for bucket in plan.buckets:
+            self._regions.append(self._regions[-1] + len(_regions(bucket)))
+        sizes = [stop - start for bucket in plan.buckets for start, stop in _regions(bucket)]
+        self._digests = Digests(sizes, group.device) if verify else None
+
+    def __enter__(self) -> Loop:
+        self.guard.progress("the first bucket")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._walk_away()
+            return
+        if self.faults is not None:
+            try:
+                self.faults.at("decision", self.rank)
+                self.guard.check()
+            except BaseException:
+                self._walk_away()
+                raise
+        now = time.monotonic()
+        self.stats.seconds = now - self._began
+        self.stats.wire_s = self._last - self._first
+        self.stats.spans = sorted([*self._spans, *self.lane.finish()], key=lambda span: span.start)
+
+    def _walk_away(self) -> None:
+        flights, self._flights = self._flights, deque()
+        pending: list[Any] = [q for flight in flights for q in flight.arrival if hasattr(q, "query")]
+        held = [(flight.works, flight.regions, flight.held) for flight in flights]
+        self.group.abort(pending=pending, held=held)
+
+    def on_host(self, phase: str, bucket: int) -> AbstractContextManager[None]:
+        """Take the time that the body takes on the host."""
+        return timed(self._spans, phase, bucket)
+
+    def wire_buffers(self) -> WireBuffers:
+        """Buffers for packed buckets: as many as may be under way."""
+        count = min(self.lane.depth, sum(bucket.lane == "packed" for bucket in self.plan.buckets))
+        self.stats.buffer_bytes += count * self.plan.packed_bytes
+        return WireBuffers([empty(self.plan.packed_bytes, self.group.device) for _ in range(count)])
+
+    def make_room(self) -> None:
+        """Wait until one more bucket may be under way."""
+        self.guard.check()
+        while len(self._flights) >= self.lane.depth:
+            self._land(self._flights.popleft())
+
+    def land_all(self) -> None:
+        """Wait for everything that is under way, and for what was made of it."""
+        while self._flights:
+            self._land(self._flights.popleft())
+        for query in self.lane.idle():
+            self.guard.wait(query)
+
+    def dispatch(self, flight: Flight) -> None:
+        """Enqueue a bucket's broadcasts."""
+        flight.began = time.monotonic()
+        if flight.bucket.index == 0:
+            self._first = flight.began
+        # from here on the memory may be in use, whatever happens
+        self._flights.append(flight)
+        if flight.bucket.lane == "packed" and flight.bucket.nbytes:
+            flight.works.append(self.group.broadcast(flight.regions[0]))
+        elif flight.bucket.lane == "direct":
+            with self.group.coalesced() as works:
+                flight.works = works
+                works += [self.group.broadcast(region) for region in flight.regions]
+        flight.arrival = self.lane.arrival(flight.works)
+
+    def _land(self, flight: Flight) -> None:
+        index = flight.bucket.index
+        try:
+            for query in flight.arrival:
+                self.guard.wait(query)
+            self._last = time.monotonic()
+            self._spans.append(Span("wire", index, flight.began, self._last))
+            self.guard.progress(index)
+            if flight.unload is not None:
+                if self.faults is not None:
+                    self.faults.at("bucket", self.rank, index, buffer=lambda: flight.regions[0])
+                    self.guard.check()
+                with self.lane.side():
+                    self.digest(flight)
+                    with self.lane.span("unpack", index):
+                        flight.unload()
+        except BaseException:
+            self._flights.appendleft(flight)
+            raise
+        if flight.release is not None:
+            flight.release(flight.regions[0])
+        if self._on_bucket is not None:
+            self._on_bucket(index)
+
+    def corrupt_copy(self, flight: Flight) -> None:
+        """On the sender: strike the faults that are due at this bucket; one that corrupts hits a copy."""
+        if self.faults is None:
+            return
+
+        def copy() -> Tensor:
+            flight.held.append(flight.regions[0])
+            flight.regions[0] = flight.regions[0].clone()
+            flight.release = None
+            return flight.regions[0]
+
+        self.faults.at("bucket", self.rank, flight.bucket.index, buffer=copy)
+        self.guard.check()
+
+    def digest(self, flight: Flight) -> None:
+        """Take the digests of a bucket's regions."""
+        if self._digests is None:
+            return
+        with self.lane.span("digest", flight.bucket.index):
+            for offset, region in enumerate(flight.regions):
+                self._digests.add(self._regions[flight.bucket.index] + offset, region)
+
+    def send_digests(self) -> None:
+        """Broadcast all digests, behind the last bucket."""
+        if self._digests is not None:
+            with self.lane.side():
+                mine = self._digests.finish()
+                self._exchange(mine)
+            self.stats.content = _content(mine)
+
+    def compare_digests(self) -> None:
+        """Receive the sender's digests, and compare. Raises TransferCorrupt."""
+        if self._digests is None:
+            return
+        with self.lane.side():
+            mine = self._digests.finish()
+            sent = torch.empty_like(mine)
+            self._exchange(sent)
+            differs = mine.ne(sent).nonzero().flatten()
+        if differs.numel():
+            raise TransferCorrupt(self._explain(self._digests, int(differs[0]), int(differs.numel())))
+        self.stats.content = _content(mine)
+
+    def _exchange(self, digests: Tensor) -> None:
+        if not digests.numel():
+            return
+        flight = Flight(Bucket(len(self.plan.buckets), "packed", (), digests.nbytes), [digests], [])
+        self._flights.append(flight)
+        flight.works.append(self.group.broadcast(digests))
+        flight.arrival = self.lane.arrival(flight.works)
+        self.guard.progress("the digests")
+        for query in (*flight.arrival, *self.lane.idle()):
+            self.guard.wait(query)
+        self._flights.pop()
+
+    def _explain(self, digests: Digests, index: int, count: int) -> str:
+        region, row = digests.locate(index)
+        bucket = next(b for b in self.plan.buckets if region < self._regions[b.index + 1])
+        start, stop = _regions(bucket)[region - self._regions[bucket.index]]
+        base = start
+        if row is not None:
+            start, stop = base + row * ROW_BYTES, min(stop, base + (row + 1) * ROW_BYTES)
+        hit = tuple(p for p in bucket.pieces if p.offset < stop and p.offset + p.stop - p.start > start)
+        names = self.plan.names(Bucket(bucket.index, bucket.lane, hit or bucket.pieces, 0))
+        return (
+            f"rank {self.rank} of {self.group.name}: bucket {bucket.index} of {len(self.plan.buckets)} "
+            f"({bucket.lane}, {bucket.nbytes} bytes) arrived with another digest than it was sent with: "
+            f"bytes {start} to {stop}, in {names}; {count} of the digests differ in all"
+        )
+
+
+class WireBuffers:
+    """Buffers that packed buckets travel in, one after another."""
+
+    def __init__(self, free: list[Tensor]) -> None:
+        self._free = free
+
+    def take(self, nbytes: int) -> Tensor:
+        """The first `nbytes` of a free buffer."""
+        return self._free.pop()[:nbytes]
+
+    def give_back(self, buffer: Tensor) -> None:
+        """What was taken is free again."""
+        base = buffer._base
+        self._free.append(buffer if base is None else base)
+
+
+def _regions(bucket: Bucket) -> list[tuple[int, int]]:
+    """The byte ranges of a bucket that travel as one: all of a packed one, each piece of a direct one."""
+    if bucket.lane == "packed":
+        return [(0, bucket.nbytes)]
+    return [(piece.offset, piece.offset + piece.stop - piece.start) for piece in bucket.pieces]
+
+
+def _content(digests: Tensor) -> str:
+    # torch's own way to bytes goes through numpy, which need not be there
+    host = digests.cpu()
+    return hashlib.sha256(ctypes.string_at(host.data_ptr(), host.nbytes)).hexdigest()

@@ -1,0 +1,301 @@
+"""One weight group: a private process group, its handshake, its broadcasts, and its end.
+
+The group stands on a `PrefixStore` of the leader's store and touches nothing else: not torch's default
+world, no environment variable, no registry. Building it the first time and rebuilding it over survivors is
+the same call. Its own timeout is only a backstop, longer than any deadline: the guard ends waits, never
+torch's watchdog, which would end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..exceptions import DeviceLost, RefitAborted
+from .graveyard import bury
+from .guard import POLL_S, Guard, Query
+from .handshake import handshake
+from .plan import Plan
+from .rendezvous import choose_address, join_store, leader_store
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+__all__ = ["CommGroup", "choose_address", "join_store", "leader_store"]
+
+_log = logging.getLogger("dprims.group")
+
+ABORT_GRACE_S = 10.0
+"""How long an aborted NCCL communicator may take to give its streams back."""
+
+
+class CommGroup:
+    """A process group of `size` ranks, rank 0 the sender. Made by `build`; used by one working thread.
+
+    Attributes:
+        name: the prefix that it was built under.
+        rank, size: as in the group.
+        backend: "gloo" or "nccl".
+        device: where its tensors live.
+        broken: why it can carry nothing any more; None while it can.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        store: Any,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        op_timeout_s: float,
+    ) -> None:
+        self._pg: ProcessGroup | None = pg
+        self._store = store
+        self._rounds = 0
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
+        self.op_timeout_s = op_timeout_s
+        self.broken: str | None = None
+
+    @classmethod
+    def build(
+        cls,
+        store: Any,
+        prefix: str,
+        rank: int,
+        size: int,
+        *,
+        backend: Literal["gloo", "nccl"],
+        device: torch.device | str,
+        timeout_s: float,
+        op_timeout_s: float,
+        guard: Guard | None = None,
+        record: Mapping[str, Any] | None = None,
+        plan: Plan | None = None,
+        members: Sequence[str] | None = None,
+        refusal: str | None = None,
+        address: str | None = None,
+    ) -> CommGroup:
+        """Meet the other ranks, agree, connect. Collective.
+
+        The handshake comes first, since neither gloo's connecting nor NCCL's can be cancelled: when they
+        begin, everybody is there.
+
+        Args:
+            store: the leader's store, a torch `Store`.
+            prefix: a prefix that no other group of this store has, or had.
+            rank: this rank within the group.
+            size: number of ranks.
+            backend: gloo with a CPU device, nccl with a CUDA one.
+            device: where tensors will be.
+            timeout_s: bound on all of this, in seconds; used when there is no `guard`.
+            op_timeout_s: torch's own timeout for each operation; longer than any deadline.
+            guard: bounds the waits instead of `timeout_s`, and can be cancelled.
+            record, plan, members, refusal: for `handshake`.
+            address: the numeric address that gloo listens on; by default gloo's choice.
+
+        Raises:
+            ValueError: rank, size, backend or device do not fit together.
+            HandshakeMismatch, RefitError, RefitTimeout, RefitAborted: as `handshake`.
+        """
+        import torch
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        where = torch.device(device)
+        if where.type == "cuda" and where.index is None:
+            where = torch.device("cuda", torch.cuda.current_device())
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank} in a group of {size}")
+        if (backend, where.type) not in (("gloo", "cpu"), ("nccl", "cuda")):
+            raise ValueError(f"backend {backend!r} with device {where}: gloo needs cpu, nccl needs cuda")
+        guard = guard or Guard(deadline=time.monotonic() + timeout_s, what=prefix)
+        own = PrefixStore(prefix, store)
+        handshake(
+            own, rank, size, record or {}, guard=guard, key="build", plan=plan, members=members,
+            refusal=refusal, group=prefix,
+        )  # fmt: skip
+
+        half_built: list[ProcessGroup] = []
+
+        def connect() -> ProcessGroup:
+            client = PrefixStore(prefix, store.clone())
+            if backend == "nccl":
+                return _nccl(client, rank, size, where, op_timeout_s, half_built)
+            return _gloo(client, rank, size, op_timeout_s, address)
+
+        try:
+            pg = guard.call(connect, f"connecting {prefix}")
+        except BaseException:
+            if half_built:
+                _abort_aside(half_built[0], where, prefix)
+                bury(half_built, op_timeout_s)
+            raise
+        return cls(pg, own, prefix, rank, size, where, op_timeout_s)
+
+    def handshake(
+        self,
+        record: Mapping[str, Any],
+        *,
+        guard: Guard,
+        plan: Plan | None = None,
+        members: Sequence[str] | None = None,
+        refusal: str | None = None,
+    ) -> None:
+        """Agree once more, such as on a new plan. Collective; arguments and errors as `handshake`."""
+        self._rounds += 1
+        handshake(
+            self._store, self.rank, self.size, record, guard=guard, key=f"round/{self._rounds}", plan=plan,
+            members=members, refusal=refusal, group=self.name,
+        )  # fmt: skip
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
+        """Enqueue a broadcast; returns torch's `Work`, for `Guard.wait`. Never blocks.
+
+        Raises RefitAborted on a group that was aborted.
+        """
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.asyncOp = True
+        return self._live().broadcast([tensor], options)
+
+    @contextlib.contextmanager
+    def coalesced(self) -> Iterator[list[Any]]:
+        """Enqueue the broadcasts of the body as one operation where the backend can; yields the works.
+
+        The list is complete when the body has ended.
+        """
+        works: list[Any] = []
+        if self.backend == "gloo":
+            yield works
+            return
+        pg = self._live()
+        pg._start_coalescing(self.device)
+        yield works
+        works[:] = [pg._end_coalescing(self.device)]
+
+    def abort(
+        self, grace_s: float = ABORT_GRACE_S, *, pending: Sequence[Query] = (), held: Sequence[Any] = ()
+    ) -> None:
+        """End the group in the middle of its work. Bounded, and safe when a peer is dead or frozen.
+
+        NCCL's communicator is aborted on a daemon thread, and the call returns when every event in `pending`
+        has completed: then nothing writes into the buffers any more. gloo cannot abort: the group, and `held`
+        (works and buffers), are left to themselves until torch's timeout has passed.
+
+        Args:
+            grace_s: how long NCCL may take, in seconds.
+            pending: events behind everything that was enqueued on this group.
+            held: what an abandoned operation still uses.
+
+        Raises DeviceLost when the events have not completed within the grace: the process must be replaced.
+        """
+        pg, self._pg = self._pg, None
+        if pg is None:
+            return
+        self.broken = "it was aborted"
+        remains = [pg, *held]
+        if self.backend == "gloo":
+            del pg
+            bury(remains, self.op_timeout_s)
+            return
+        _abort_aside(pg, self.device, self.name)
+        del pg
+        deadline = time.monotonic() + grace_s
+        while not all(event.query() for event in pending):
+            if time.monotonic() >= deadline:
+                bury(remains, self.op_timeout_s)
+                raise DeviceLost(
+                    f"rank {self.rank} of {self.name}: {self.device} did not come back within {grace_s} s "
+                    "of the abort; this process has to be replaced"
+                )
+            time.sleep(POLL_S)
+        bury(remains, self.op_timeout_s)
+
+    def release(self) -> None:
+        """Give up a group that is idle. Returns at once; the rest happens on other threads."""
+        pg, self._pg = self._pg, None
+        if pg is None:
+            return
+        self.broken = "it was released"
+        if self.backend == "nccl":
+            # an orderly shutdown is a collective of its own, and hangs when a peer has died meanwhile
+            _abort_aside(pg, self.device, self.name)
+        remains = [pg]
+        del pg
+        bury(remains)
+
+    def _live(self) -> ProcessGroup:
+        if self._pg is None:
+            raise RefitAborted(f"rank {self.rank} of {self.name}: the group carries nothing, {self.broken}")
+        return self._pg
+
+
+def _gloo(store: Any, rank: int, size: int, op_timeout_s: float, address: str | None) -> ProcessGroup:
+    import torch
+    from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=op_timeout_s)
+    options._threads = 2
+    options._devices = [
+        ProcessGroupGloo.create_device(hostname=address)
+        if address
+        else ProcessGroupGloo.create_default_device()
+    ]
+    pg = ProcessGroup(store, rank, size)
+    backend = ProcessGroupGloo(store, rank, size, options)
+    pg._set_default_backend(ProcessGroup.BackendType.GLOO)
+    pg._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    return pg
+
+
+def _nccl(
+    store: Any,
+    rank: int,
+    size: int,
+    device: torch.device,
+    op_timeout_s: float,
+    half_built: list[ProcessGroup],
+) -> ProcessGroup:
+    import torch
+    from torch.distributed import ProcessGroup, ProcessGroupNCCL
+
+    # the current device is per thread, and this is a thread of its own
+    torch.cuda.set_device(device)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=op_timeout_s)
+    pg = ProcessGroup(store, rank, size)
+    backend = ProcessGroupNCCL(store, rank, size, options)
+    pg._set_default_backend(ProcessGroup.BackendType.NCCL)
+    pg._register_backend(device, ProcessGroup.BackendType.NCCL, backend)
+    # from here on it can be aborted by whoever waits for this thread
+    half_built.append(pg)
+    backend.eager_connect_single_device(device)
+    return pg
+
+
+def _abort_aside(pg: ProcessGroup, device: torch.device, name: str) -> None:
+    """Abort NCCL's communicator on a daemon thread that nobody joins: it may never return."""
+
+    def abort() -> None:
+        import torch
+
+        try:
+            torch.cuda.set_device(device)
+            pg.abort()
+        except Exception:  # noqa: BLE001 - the waiter is long gone, only the log is left
+            _log.exception("aborting %s on %s failed", name, device)
+
+    threading.Thread(target=abort, name=f"dprims-abort-{name}", daemon=True).start()

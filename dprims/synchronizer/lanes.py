@@ -1,0 +1,211 @@
+"""What differs between devices in a transfer: streams, when bytes have arrived, free memory, and time.
+
+The transfer's loop is written once; it asks a lane for these. On a CPU everything happens in the order in
+which it is written, and a work is waited for itself. On CUDA packing, digests and copies run on a side
+stream, arrival is an event, and the host waits for nothing but events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .guard import Query, Work
+
+__all__ = ["CpuLane", "CudaLane", "Lane", "Span", "TransferStats", "empty", "lane_for", "timed"]
+
+
+class Span(NamedTuple):
+    """One phase of one bucket, on the monotonic clock, in seconds."""
+
+    phase: str
+    bucket: int
+    start: float
+    stop: float
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """What one `send` or `receive` did. Seconds are summed over buckets, and phases overlap.
+
+    Attributes:
+        nbytes: bytes of the tensors that travelled.
+        buckets: number of buckets.
+        wire_s: from the first bucket's dispatch to the last one's arrival.
+        seconds: the whole call.
+        buffer_bytes: wire buffers taken.
+        staging_bytes: memory that the sink lent.
+        content: hex digest of all that travelled, equal for equal weights under one plan; empty when `verify`
+            was off.
+        spans: gather, pack, wire, digest and unpack of each bucket.
+    """
+
+    nbytes: int = 0
+    buckets: int = 0
+    wire_s: float = 0.0
+    seconds: float = 0.0
+    buffer_bytes: int = 0
+    staging_bytes: int = 0
+    content: str = ""
+    spans: list[Span] = field(default_factory=list, repr=False)
+
+    def phase_s(self, phase: str) -> float:
+        """Seconds in one phase, over all buckets."""
+        return sum(span.stop - span.start for span in self.spans if span.phase == phase)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Payload over wire time, in 1e9 bytes a second."""
+        return self.nbytes / self.wire_s / 1e9 if self.wire_s else 0.0
+
+
+class CpuLane:
+    """Tensors in host memory, gloo."""
+
+    depth = 2
+    """Buckets that may be under way at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spans: list[Span] = []
+
+    def side(self) -> AbstractContextManager[Any]:
+        """Where packing, digests and copies happen."""
+        return contextlib.nullcontext()
+
+    def follow(self) -> None:
+        """What comes on the side happens after all that was asked for so far."""
+
+    def arrival(self, works: Sequence[Any]) -> Sequence[Work | Query]:
+        """What to wait for until `works` are done."""
+        return works
+
+    def idle(self) -> Sequence[Work | Query]:
+        """What to wait for until the side has done all that it was given."""
+        return ()
+
+    def span(self, phase: str, bucket: int) -> AbstractContextManager[None]:
+        """Take the time of the body."""
+        return timed(self.spans, phase, bucket)
+
+    def finish(self) -> list[Span]:
+        """All spans so far."""
+        return self.spans
+
+    def free_bytes(self) -> int | None:
+        """Memory that this process can still take; None where that is unknown."""
+        return _free_host_memory()
+
+
+class CudaLane:
+    """Tensors on a CUDA device, NCCL. Nothing here makes the host wait."""
+
+    depth = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._landing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._timed: list[tuple[str, int, Any, Any]] = []
+        self._origin = _timing_event()
+        self._origin.record(self._side)
+        self._began = time.monotonic()
+
+    def side(self) -> AbstractContextManager[Any]:
+        """The stream for packing, digests and copies."""
+        return torch.cuda.stream(self._side)
+
+    def follow(self) -> None:
+        """The side stream waits for the caller's."""
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+
+    def arrival(self, works: Sequence[Any]) -> Sequence[Work | Query]:
+        """An event behind `works`, recorded on a stream that does nothing else."""
+        with torch.cuda.stream(self._landing):
+            for work in works:
+                work.wait()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._landing)
+        return [event]
+
+    def idle(self) -> Sequence[Work | Query]:
+        """An event behind all that the side stream was given."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._side)
+        return [event]
+
+    @contextlib.contextmanager
+    def span(self, phase: str, bucket: int) -> Iterator[None]:
+        """Take the time that the body's work takes on the side stream."""
+        start, stop = _timing_event(), _timing_event()
+        start.record(self._side)
+        yield
+        stop.record(self._side)
+        self._timed.append((phase, bucket, start, stop))
+
+    def finish(self) -> list[Span]:
+        """All spans so far; the side stream must be idle."""
+        return [
+            Span(
+                phase,
+                bucket,
+                self._began + self._origin.elapsed_time(start) / 1e3,
+                self._began + self._origin.elapsed_time(stop) / 1e3,
+            )
+            for phase, bucket, start, stop in self._timed
+        ]
+
+    def free_bytes(self) -> int | None:
+        """Free on the device, and in torch's allocator."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device))
+
+
+def _timing_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+Lane = CpuLane | CudaLane
+
+
+def lane_for(device: torch.device) -> Lane:
+    """A fresh lane for one transfer over tensors on `device`."""
+    return CudaLane(device) if device.type == "cuda" else CpuLane(device)
+
+
+@contextlib.contextmanager
+def timed(spans: list[Span], phase: str, bucket: int) -> Iterator[None]:
+    """Append the time that the body takes on the host."""
+    start = time.monotonic()
+    yield
+    spans.append(Span(phase, bucket, start, time.monotonic()))
+
+
+def empty(nbytes: int, device: torch.device) -> Tensor:
+    """Flat memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _free_host_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        stat = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        cache = next(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
+    except (OSError, StopIteration, ValueError):
+        # no limit ("max"), or another kind of cgroup
+        return free
+    return min(free, max(0, limit - used + cache))

@@ -1,0 +1,88 @@
+"""Moving tensors into a flat buffer, at the speed of the device's own copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["dtype_of", "flat", "pack"]
+
+
+def pack(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
+    """Copy `tensors` to their `offsets` in `buffer`, and fill the gaps with zeros.
+
+    Neighbours of one dtype go in one `torch.cat`, one-byte types as 4-byte words where they fit: with
+    elements of two bytes and more `torch.cat(out=)` packs at a GPU's own copy speed, with bytes at half of
+    it.
+    """
+    run: list[Tensor] = []
+    start = position = 0
+
+    def flush() -> None:
+        if run:
+            target = buffer[start:position].view(run[0].dtype)
+            torch.cat(run, out=target)
+            run.clear()
+
+    ends = [*offsets[1:], buffer.numel()]
+    for tensor, offset, end in zip(tensors, offsets, ends, strict=True):
+        nbytes = tensor.nbytes
+        words = _as_words(tensor)
+        if words is None:
+            flush()
+            if nbytes:
+                buffer[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            buffer[offset + nbytes : end].zero_()
+            start = position = end
+            continue
+        if run and run[0].dtype != words.dtype:
+            flush()
+        if not run:
+            start = offset
+        run.append(words)
+        gap = end - offset - nbytes
+        if gap:
+            run.append(_zeros(words.dtype, buffer.device, gap // words.element_size()))
+        position = end
+    flush()
+
+
+def _as_words(tensor: Tensor) -> Tensor | None:
+    """The tensor flat, in elements that `torch.cat` packs fast; None when it has to be copied by itself."""
+    if not tensor.is_contiguous() or not tensor.numel():
+        return None
+    if tensor.dtype in _CAT_DTYPES:
+        return tensor.view(-1)
+    size = tensor.element_size()
+    if tensor.nbytes % 4 or tensor.storage_offset() * size % 4:
+        return None
+    return flat(tensor).view(torch.int32)
+
+
+_CAT_DTYPES = frozenset(
+    (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.float64)
+)
+_DTYPES: dict[str, torch.dtype] = {}
+_PADS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _zeros(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
+    pad = _PADS.get((dtype, device))
+    if pad is None or pad.numel() < count:
+        pad = _PADS[dtype, device] = torch.zeros(max(count, 256), dtype=dtype, device=device)
+    return pad[:count]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The tensor's bytes, one-dimensional; a copy only when it is not contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Torch's dtype of that name."""
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        dtype = _DTYPES[name] = getattr(torch, name)
+    return dtype

@@ -1,0 +1,139 @@
+"""The leader's own TCPStore, where the ranks of a refit meet: which address it has, serving it, joining it.
+
+The port is always the system's choice, so there is no free port that somebody else can take first. The
+address is chosen once, here, and tried before it is handed out.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ..exceptions import BackendMisconfigured, BackendUnavailable
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["choose_address", "join_store", "leader_store"]
+
+_log = logging.getLogger("dprims.rendezvous")
+
+
+def choose_address(host: str | None = None) -> str:
+    """A numeric address of this machine under which other ranks can reach it.
+
+    With `host` None: what the host name resolves to, unless that is a loopback address (as Debian's
+    127.0.1.1), then the address of the interface with the default route, and loopback when there is no other,
+    which is logged, since then only ranks of this host can join.
+
+    Args:
+        host: a name or an address of this machine; loopback is taken when it is asked for.
+
+    Raises:
+        BackendMisconfigured: `host` does not resolve, or is no address of this machine.
+    """
+    if host is not None:
+        found = _resolve(host)
+        if not found:
+            raise BackendMisconfigured(f"host {host!r} does not resolve to an address")
+        mine = next((address for address in found if _is_here(address)), None)
+        if mine is None:
+            raise BackendMisconfigured(f"host {host!r} is {', '.join(found)}, which is not on this machine")
+        return mine
+    named = [address for address in _resolve(socket.gethostname()) if _is_here(address)]
+    for address in (*named, *_routed()):
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+    loopback = next((address for address in ("127.0.0.1", "::1") if _is_here(address)), None)
+    if loopback is None:
+        raise BackendMisconfigured(f"host {socket.gethostname()!r} has no address at all, not even loopback")
+    _log.warning("the only address is %s: ranks on other hosts cannot join", loopback)
+    return loopback
+
+
+def leader_store(host: str | None = None, *, timeout_s: float = 30.0) -> tuple[TCPStore, str, int]:
+    """Serve a TCPStore from this process: (store, address, port). It lives as long as the store object.
+
+    Args:
+        host: as for `choose_address`.
+        timeout_s: the bound that torch puts on the store's waits, in seconds.
+
+    Raises:
+        BackendMisconfigured: there is no usable address.
+        BackendUnavailable: the store does not answer under the address that was chosen.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    address = choose_address(host)
+    bound = timedelta(seconds=timeout_s)
+    try:
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=bound)
+    except RuntimeError as error:
+        raise BackendUnavailable(f"serving a TCPStore at {address} failed: {error}") from error
+    return store, address, store.port
+
+
+def join_store(host: str, port: int, *, timeout_s: float = 30.0) -> TCPStore:
+    """A client of the store at `host`:`port`.
+
+    Raises BackendUnavailable when nothing answers there within `timeout_s` seconds.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            # torch retries in silence until its timeout; a plain connection says at once what is wrong
+            socket.create_connection((host, port), timeout=max(left, 0.05)).close()
+            break
+        except OSError as error:
+            if left < 0.1 or isinstance(error, socket.gaierror):
+                raise BackendUnavailable(f"no store answers at {host}:{port}: {error}") from error
+            time.sleep(0.05)
+    try:
+        return TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as error:
+        raise BackendUnavailable(f"the store at {host}:{port} does not answer: {error}") from error
+
+
+def _resolve(host: str) -> list[str]:
+    """Numeric addresses of a name, IPv4 first; empty when there are none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    addresses = {str(entry[4][0]) for entry in found}
+    # a link-local address means nothing without the interface's name, which is another one on each host
+    usable = [a for a in addresses if "%" not in a and not ipaddress.ip_address(a).is_link_local]
+    return sorted(usable, key=lambda a: (":" in a, a))
+
+
+def _is_here(address: str) -> bool:
+    """Whether a socket can be bound to the address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _routed() -> list[str]:
+    """Addresses of the interfaces that lead outside. Nothing is sent: a datagram socket is only routed."""
+    addresses = []
+    for family, far in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((far, 9))
+                addresses.append(str(probe.getsockname()[0]))
+        except OSError:
+            continue
+    return addresses

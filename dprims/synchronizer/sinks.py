@@ -1,0 +1,267 @@
+"""Where a receiver's weights go: a dict, a module, or an engine's own loader.
+
+All of them stage by default: bytes arrive in memory that the sink lends, and `commit` makes them live. With
+`in_place=True` there is no staging: what arrives is live at once, and a transfer that is cut leaves a
+mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..exceptions import HandshakeMismatch, RefitError, TornWeights
+from .lanes import empty
+from .packing import flat
+from .plan import Bucket, Plan, TensorMeta
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = ["DictSink", "LoadWeightsSink", "ModuleSink"]
+
+
+class _Sink:
+    """Staging, lending and versions: what the sinks of this file have in common.
+
+    A subclass says which tensors it holds (`_live`) and how staged ones become live (`_adopt`).
+    """
+
+    def __init__(self, *, in_place: bool, device: torch.device | None) -> None:
+        self.in_place = in_place
+        self.version: int | None = None
+        self._device = device
+        self._staged: dict[str, Tensor] = {}
+        self._lent: set[int] = set()
+        self._coming: int | None = None
+        self._touched = False
+
+    def _live(self) -> Mapping[str, Tensor]:
+        raise NotImplementedError
+
+    def _adopt(self, staged: Mapping[str, Tensor]) -> None:
+        raise NotImplementedError
+
+    def holds(self, name: str) -> bool:
+        """See `LendingSink`."""
+        return name in self._live()
+
+    def begin(self, version: int, metas: Sequence[TensorMeta]) -> None:
+        """See `WeightSink`. Every tensor that the sink holds must come, in its shape and dtype.
+
+        Raises HandshakeMismatch, which names the first tensor that does not.
+        """
+        live = self._live()
+        coming = {meta.name: meta for meta in metas}
+        for name, tensor in live.items():
+            meta = coming.get(name)
+            here = TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            if meta is None:
+                raise HandshakeMismatch(f"the sink holds {here}, which is not sent: {len(metas)} tensors are")
+            if (meta.shape, meta.dtype) != (here.shape, here.dtype):
+                raise HandshakeMismatch(f"the sink holds {here}, and {meta} is sent")
+        self._forget()
+        self._coming = version
+
+    def staging_bytes(self, plan: Plan) -> int:
+        """See `LendingSink`."""
+        if self.in_place:
+            return 0
+        return sum(
+            bucket.nbytes if self._holds_all(plan, bucket) else self._held_bytes(plan, bucket)
+            for bucket in plan.buckets
+        )
+
+    def lend_bucket(self, plan: Plan, bucket: Bucket) -> Tensor | None:
+        """See `LendingSink`: a bucket whose tensors are all held becomes the staging of all of them."""
+        if self.in_place or not self._holds_all(plan, bucket):
+            return None
+        return self._lend(bucket.nbytes)
+
+    def lend_tensor(self, meta: TensorMeta) -> Tensor | None:
+        """See `LendingSink`."""
+        if not self.in_place:
+            return self._lend(meta.nbytes)
+        live = self._live()[meta.name].detach()
+        if not live.is_contiguous():
+            return None
+        memory = flat(live)
+        self._lent.add(memory.untyped_storage().data_ptr())
+        # it may be written to from now on, whether or not this process hears of it
+        self._touched = True
+        return memory
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """See `WeightSink`."""
+        if not self.holds(name):
+            return
+        lent = tensor.untyped_storage().data_ptr() in self._lent
+        if self.in_place:
+            self._touched = True
+            live = self._live()[name]
+            if not (lent and live.data_ptr() == tensor.data_ptr()):
+                self._adopt({name: tensor})
+            return
+        self._staged[name] = tensor if lent else tensor.clone()
+
+    def commit(self, version: int) -> None:
+        """See `WeightSink`.
+
+        Raises RefitError when another version is staged, or none.
+        """
+        if self._coming is None and self.version == version:
+            return
+        if self._coming != version:
+            raise RefitError(f"version {version} is to be committed, staged is {self._coming}")
+        if not self.in_place:
+            missing = [name for name in self._live() if name not in self._staged]
+            if missing:
+                raise RefitError(
+                    f"version {version} is staged without {missing[0]!r}, {len(missing)} are missing"
+                )
+            self._adopt(self._staged)
+        self.version = version
+        self._forget()
+
+    def rollback(self) -> None:
+        """See `WeightSink`.
+
+        Raises TornWeights when weights were received in place: they are a mixture until the next commit.
+        """
+        torn, coming = self._touched, self._coming
+        self._forget()
+        if torn:
+            self.version = None
+            raise TornWeights(
+                f"version {coming} was received in place and cut off: the weights are a mixture"
+            )
+
+    def _forget(self) -> None:
+        self._staged = {}
+        self._lent = set()
+        self._coming = None
+        self._touched = False
+
+    def _lend(self, nbytes: int) -> Tensor:
+        memory = empty(nbytes, self._where())
+        if nbytes:
+            self._lent.add(memory.untyped_storage().data_ptr())
+        return memory
+
+    def _where(self) -> torch.device:
+        if self._device is None:
+            first = next(iter(self._live().values()), None)
+            self._device = first.device if first is not None else torch.device("cpu")
+        return self._device
+
+    def _holds_all(self, plan: Plan, bucket: Bucket) -> bool:
+        return all(self.holds(plan.tensors[piece.tensor].name) for piece in bucket.pieces)
+
+    def _held_bytes(self, plan: Plan, bucket: Bucket) -> int:
+        return sum(p.stop - p.start for p in bucket.pieces if self.holds(plan.tensors[p.tensor].name))
+
+
+class DictSink(_Sink):
+    """A mapping of name -> tensor.
+
+    Args:
+        tensors: holds, at each refit, what is to be received. `commit` replaces its values by new tensors;
+            who
+            keeps an old one keeps the old weights.
+        in_place: write into the tensors themselves while they arrive.
+    """
+
+    def __init__(self, tensors: MutableMapping[str, Tensor], *, in_place: bool = False) -> None:
+        super().__init__(in_place=in_place, device=None)
+        self.tensors = tensors
+
+    def _live(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def _adopt(self, staged: Mapping[str, Tensor]) -> None:
+        if self.in_place:
+            _copy_into(self.tensors, staged)
+        else:
+            self.tensors.update(staged)
+
+
+class ModuleSink(_Sink):
+    """The state dict of a module: parameters and persistent buffers keep their memory, `commit` copies into
+    it.
+
+    Args:
+        module: an entry of its state dict is received when `names` gives it a name.
+        names: state-dict key -> the name that it travels under, or None when it does not come; by default
+            as is.
+        in_place: write into the parameters while they arrive; saves the staging.
+    """
+
+    def __init__(
+        self, module: Module, *, names: Callable[[str], str | None] | None = None, in_place: bool = False
+    ) -> None:
+        super().__init__(in_place=in_place, device=None)
+        entries: dict[str, Tensor] = {}
+        for key, value in module.state_dict(keep_vars=True).items():
+            name = names(key) if names is not None else key
+            if name is not None and isinstance(value, Tensor):
+                entries[name] = value.detach()
+        self._entries = entries
+
+    def _live(self) -> Mapping[str, Tensor]:
+        return self._entries
+
+    def _adopt(self, staged: Mapping[str, Tensor]) -> None:
+        _copy_into(self._entries, staged)
+
+
+class LoadWeightsSink(_Sink):
+    """An engine that takes (name, tensor) pairs, as vLLM's and SGLang's `load_weights` do.
+
+    Staged, it keeps all that comes (unsharded) and loads it at `commit`. With `in_place=True` each bucket is
+    loaded as it arrives, which needs no memory, and a transfer that is cut leaves a mixture.
+
+    Args:
+        load_weights: called with an iterable of pairs; it copies what it needs before it returns.
+        device: where the tensors are to arrive.
+        in_place: load while bytes arrive.
+    """
+
+    def __init__(
+        self,
+        load_weights: Callable[[Iterable[tuple[str, Tensor]]], Any],
+        *,
+        device: torch.device | str,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(in_place=in_place, device=torch.device(device))
+        self._load = load_weights
+
+    def holds(self, name: str) -> bool:
+        """Everything: which names an engine takes is known to the engine alone."""
+        return True
+
+    def lend_tensor(self, meta: TensorMeta) -> Tensor | None:
+        """See `LendingSink`; in place there is no memory to lend."""
+        return None if self.in_place else self._lend(meta.nbytes)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """See `WeightSink`."""
+        if self.in_place:
+            self._touched = True
+            self._load([(name, tensor)])
+        else:
+            super().write(name, tensor)
+
+    def _live(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def _adopt(self, staged: Mapping[str, Tensor]) -> None:
+        self._load(staged.items())
+
+
+def _copy_into(live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_([live[name] for name in staged], list(staged.values()))

@@ -1,0 +1,241 @@
+"""Where a sender's weights come from: a dict, a module (sharded or not), or a safetensors file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..exceptions import MissingExtra, RefitError
+from .interfaces import WeightSource
+from .packing import dtype_of
+from .plan import Plan, TensorMeta
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = ["DictSource", "ModuleSource", "SafetensorsSource", "in_plan_order"]
+
+
+class DictSource:
+    """The tensors of a mapping, in its order. Entries that are the same memory travel once.
+
+    Args:
+        tensors: name -> tensor; read anew at each refit, so entries may be replaced between two.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """See `WeightSource`."""
+        return _describe(self.tensors)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        shared = _tied(self.tensors)
+        return ((name, tensor) for name, tensor in self.tensors.items() if name not in shared)
+
+
+class ModuleSource:
+    """The state dict of a module: parameters and persistent buffers. Tied parameters travel once.
+
+    DTensors (FSDP2, tensor parallel) are gathered one after another in the order of iteration, a collective
+    of all ranks that hold a shard: the sender iterates in `send`, the others in `participate`. Offloaded
+    tensors are brought to `device`.
+
+    Args:
+        module: its state dict is read anew at each refit.
+        names: the name under which a state-dict entry travels, None to leave it out; by default all, as is.
+        device: where tensors are to be; by default where they are.
+        dtype: floating-point tensors of two bytes an element and more are cast to it; by default not.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        *,
+        names: Callable[[str], str | None] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._module = module
+        self._names = names
+        self._device = torch.device(device) if device is not None else None
+        self._dtype = dtype
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """See `WeightSource`."""
+        entries = self._entries()
+        plain = {
+            name: tensor.to_local() if _is_dtensor(tensor) else tensor for name, tensor in entries.items()
+        }
+        metas = []
+        for meta in _describe(plain):
+            tensor = entries[meta.name]
+            dtype = self._cast(tensor.dtype)
+            moved = _is_dtensor(tensor) or dtype is not tensor.dtype
+            metas.append(
+                TensorMeta(
+                    meta.name, tuple(tensor.shape), _name_of(dtype), meta.alias_of, meta.strided and not moved
+                )
+            )
+        return metas
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        entries = self._entries()
+        shared = _tied({n: t.to_local() if _is_dtensor(t) else t for n, t in entries.items()})
+        for name, entry in entries.items():
+            if name in shared:
+                continue
+            tensor: Any = entry.full_tensor() if _is_dtensor(entry) else entry
+            dtype = self._cast(tensor.dtype)
+            device = self._device or tensor.device
+            if (dtype, device) != (tensor.dtype, tensor.device):
+                tensor = tensor.to(device=device, dtype=dtype, non_blocking=True)
+            yield name, tensor
+
+    def _cast(self, dtype: torch.dtype) -> torch.dtype:
+        wide = dtype.is_floating_point and dtype.itemsize > 1
+        return self._dtype if self._dtype is not None and wide else dtype
+
+    def _entries(self) -> dict[str, Any]:
+        entries = {}
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                travels_as = self._names(name) if self._names is not None else name
+                if travels_as is not None:
+                    entries[travels_as] = value.detach()
+        return entries
+
+
+class SafetensorsSource:
+    """The tensors of a safetensors file, read from its memory map when they are sent.
+
+    Args:
+        path: the file.
+        names: which tensors, by name; by default all.
+        device: where they are sent from.
+
+    Raises:
+        RefitError: the file is missing, truncated, or no safetensors file.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        names: Callable[[str], bool] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._path = Path(path)
+        self._names = names
+        self._device = str(device)
+        self._metas = self._read_header()
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """See `WeightSource`."""
+        return self._metas
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        with self._open() as file:
+            for meta in self._metas:
+                yield meta.name, file.get_tensor(meta.name)
+
+    def _open(self) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise MissingExtra(
+                f"reading {self._path} needs safetensors: pip install 'dprims[demo]'"
+            ) from error
+        try:
+            return safe_open(self._path, framework="pt", device=self._device)
+        except (OSError, SafetensorError) as error:
+            raise RefitError(f"{self._path} cannot be read as a safetensors file: {error}") from error
+
+    def _read_header(self) -> list[TensorMeta]:
+        metas = []
+        with self._open() as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if self._names is None or self._names(name):
+                    part = file.get_slice(name)
+                    dtype = _SAFETENSORS.get(part.get_dtype(), part.get_dtype())
+                    metas.append(TensorMeta(name, tuple(part.get_shape()), dtype))
+        return metas
+
+
+_SAFETENSORS = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32":
+    "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64":
+    "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64":
+    "complex64",
+}  # fmt: skip
+
+
+def in_plan_order(
+    source: WeightSource, plan: Plan, device: torch.device, kv_scales: Mapping[str, float]
+) -> Iterator[Tensor]:
+    """The source's tensors, each held against the plan."""
+    expected = plan.tensors[: len(plan.tensors) - bool(plan.kv_scales)]
+    count = 0
+    for name, tensor in source:
+        meta = expected[count] if count < len(expected) else None
+        if meta is None or name != meta.name:
+            raise RefitError(_astray(name, count, plan, meta))
+        if tensor.shape != meta.shape or tensor.dtype is not dtype_of(meta.dtype):
+            raise RefitError(f"the source yields {tensor.dtype}{list(tensor.shape)} for {meta}: plan again")
+        if tensor.device != device:
+            raise RefitError(f"{meta} is on {tensor.device}, the group is on {device}")
+        yield tensor
+        count += 1
+    if count < len(expected):
+        left = len(expected) - count
+        raise RefitError(f"the source ended before {expected[count]}: {left} of {len(expected)} are missing")
+    if plan.kv_scales:
+        missing = [name for name in plan.kv_scales if name not in kv_scales]
+        if missing:
+            raise RefitError(f"no value for the scale {missing[0]!r}, one of {len(plan.kv_scales)}")
+        yield torch.tensor([kv_scales[n] for n in plan.kv_scales], dtype=torch.float32, device=device)
+
+
+def _astray(name: str, count: int, plan: Plan, expected: TensorMeta | None) -> str:
+    due = f"due is {expected}" if expected is not None else "nothing is due any more"
+    place = next((i for i, meta in enumerate(plan.tensors) if meta.name == name), None)
+    if place is None:
+        what = "which is an alias" if name in dict(plan.aliases) else "which is not in the plan"
+    else:
+        what = "for the second time" if place < count else f"out of turn (it is tensor {place})"
+    return f"the source yields {name!r} as tensor {count}, {what}; {due}"
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> list[TensorMeta]:
+    shared = _tied(tensors)
+    return [
+        TensorMeta(name, tuple(t.shape), _name_of(t.dtype), shared.get(name), not t.is_contiguous())
+        for name, t in tensors.items()
+    ]
+
+
+def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names whose tensor is, byte for byte, the memory of an earlier one -> that one's name."""
+    first: dict[Any, str] = {}
+    shared = {}
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            continue
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        owner = first.setdefault(place, name)
+        if owner != name:
+            shared[name] = owner
+    return shared
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")

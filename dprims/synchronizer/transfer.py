@@ -1,0 +1,266 @@
+"""Sending and receiving the buckets of a plan over one group, under a guard.
+
+Both sides keep a few buckets under way and wait only for the oldest, so that packing, the wire, digests and
+unpacking overlap. A sender packs small tensors into reused wire buffers and sends large ones from where they
+are. A receiver lets bytes arrive where they stay, in memory that the sink lends, and uses wire buffers and
+`sink.write` for the rest. A sink's code runs only when its bucket has arrived, so it may block on the device.
+
+Each bucket's digest is taken on both sides; the sender's come behind the last bucket in one small tensor.
+
+When a transfer raises, its group is finished: over NCCL it was aborted, and nothing writes any more (or
+`DeviceLost`); over gloo it was left behind with every buffer that it could still write into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..exceptions import RefitError
+from .flights import Flight, Loop, WireBuffers
+from .group import CommGroup
+from .guard import Guard
+from .interfaces import LendingSink, WeightSink, WeightSource
+from .lanes import TransferStats, empty, lane_for
+from .packing import dtype_of, flat, pack
+from .plan import Bucket, Plan, TensorMeta
+from .sources import in_plan_order
+
+if TYPE_CHECKING:
+    from ..testing.faults import FaultInjector
+
+__all__ = ["TransferStats", "lacks_memory", "participate", "receive", "send"]
+
+
+def send(
+    source: WeightSource,
+    group: CommGroup,
+    plan: Plan,
+    guard: Guard,
+    *,
+    kv_scales: Mapping[str, float] | None = None,
+    verify: bool = True,
+    faults: FaultInjector | None = None,
+    rank: int | None = None,
+    on_bucket: Callable[[int], None] | None = None,
+) -> TransferStats:
+    """Send every tensor of `source` to all ranks of the group. Collective with `receive` on each of them.
+
+    Args:
+        source: yields the plan's tensors in the plan's order, on the group's device.
+        group: this rank is its rank 0.
+        plan: as agreed in the handshake.
+        guard: bounds every wait.
+        kv_scales: values for `plan.kv_scales`.
+        verify: send digests; the same on all ranks.
+        faults: a fault injector, called once a bucket and before returning.
+        rank: what this rank is called towards `faults`; by default its rank in the group.
+        on_bucket: called with a bucket's index when it has arrived everywhere that this rank sends to.
+
+    Raises:
+        RefitError: the source does not follow the plan; the tensor is named.
+        RefitAborted, RefitTimeout, PeerLost, DeviceLost: from the guard, the wire and the device.
+    """
+    loop = Loop(group, plan, guard, verify, faults, rank, on_bucket)
+    tensors = in_plan_order(source, plan, group.device, kv_scales or {})
+    with loop:
+        pulled: dict[int, Tensor] = {}
+        position = 0
+        buffers = loop.wire_buffers()
+        for bucket in plan.buckets:
+            loop.make_room()
+            with loop.on_host("gather", bucket.index):
+                while position <= bucket.pieces[-1].tensor:
+                    pulled[position] = next(tensors)
+                    position += 1
+            loop.lane.follow()
+            if bucket.lane == "direct":
+                for piece in bucket.pieces:
+                    if piece.start == 0:
+                        # a strided tensor above the bucket size is copied once, not once a chunk
+                        pulled[piece.tensor] = flat(pulled[piece.tensor])
+            parts = [pulled[piece.tensor] for piece in bucket.pieces]
+            for piece in bucket.pieces:
+                if piece.stop == plan.tensors[piece.tensor].nbytes:
+                    del pulled[piece.tensor]
+            with loop.lane.side():
+                if bucket.lane == "packed":
+                    buffer = buffers.take(bucket.nbytes)
+                    with loop.lane.span("pack", bucket.index):
+                        pack(buffer, parts, [piece.offset for piece in bucket.pieces])
+                    # whatever was packed has been read by the time the bucket has left
+                    flight = Flight(bucket, [buffer], parts, release=buffers.give_back)
+                else:
+                    regions = [data[p.start : p.stop] for data, p in zip(parts, bucket.pieces, strict=True)]
+                    flight = Flight(bucket, regions, parts)
+                loop.digest(flight)
+                loop.corrupt_copy(flight)
+                loop.dispatch(flight)
+        next(tensors, None)
+        loop.land_all()
+        loop.send_digests()
+    return loop.stats
+
+
+def receive(
+    sink: WeightSink,
+    group: CommGroup,
+    plan: Plan,
+    guard: Guard,
+    *,
+    verify: bool = True,
+    faults: FaultInjector | None = None,
+    rank: int | None = None,
+    on_bucket: Callable[[int], None] | None = None,
+) -> TransferStats:
+    """Receive every bucket into `sink`, whose `begin` has been called. Collective with `send` on rank 0.
+
+    A sink of several stages is filled by one call for each. Commit and rollback are the caller's. Arguments
+    as for `send`.
+
+    Raises:
+        TransferCorrupt: a bucket arrived with another digest than it was sent with; bucket and tensors are
+            named.
+        RefitAborted, RefitTimeout, PeerLost, DeviceLost: from the guard, the wire and the device.
+        Whatever the sink raises.
+    """
+    loop = Loop(group, plan, guard, verify, faults, rank, on_bucket)
+    with loop:
+        desk = _Unloading(sink, loop)
+        loop.lane.follow()
+        for bucket in plan.buckets:
+            loop.make_room()
+            flight = desk.expect(bucket)
+            with loop.lane.side():
+                loop.dispatch(flight)
+        loop.land_all()
+        loop.compare_digests()
+    return loop.stats
+
+
+def participate(source: WeightSource, plan: Plan, guard: Guard, *, device: torch.device) -> None:
+    """What a rank does that holds shards of the source and does not send: yield each tensor, in step.
+
+    Collective with the sender's `send` through whatever the source gathers over, which the guard cannot cut.
+    """
+    for index, _ in enumerate(in_plan_order(source, plan, device, dict.fromkeys(plan.kv_scales, 0.0))):
+        guard.progress(f"tensor {index}")
+        guard.check()
+
+
+def lacks_memory(sink: WeightSink | None, plans: Sequence[Plan], device: torch.device) -> str | None:
+    """In words, what this rank lacks to take part in transfers of `plans`; None when memory suffices.
+
+    For the handshake's `refusal`, so that nothing is sent towards a rank that cannot take it.
+
+    Args:
+        sink: None on a sender.
+        plans: one a stage; wire buffers are taken for one at a time, staging for all.
+        device: where the tensors go.
+    """
+    lane = lane_for(device)
+    free = lane.free_bytes()
+    if free is None:
+        return None
+    lending = sink if isinstance(sink, LendingSink) else None
+    staging = sum(lending.staging_bytes(plan) for plan in plans) if lending else 0
+    wire = max((lane.depth * plan.packed_bytes for plan in plans), default=0)
+    if staging + wire <= free:
+        return None
+    return f"{staging} bytes of staging and {wire} of wire buffers are needed on {device}, {free} are free"
+
+
+class _Unloading:
+    """Where each bucket arrives, and how it gets to the sink from there."""
+
+    def __init__(self, sink: WeightSink, loop: Loop) -> None:
+        self._sink, self._loop, self._plan = sink, loop, loop.plan
+        self._lender = sink if isinstance(sink, LendingSink) else None
+        self._device = loop.group.device
+        self._shared: dict[str, list[str]] = {}
+        for alias, name in self._plan.aliases:
+            self._shared.setdefault(name, []).append(alias)
+        # an abandoned gloo receive can write later: never into live memory
+        borrow = self._lender is not None and not (self._lender.in_place and loop.group.backend == "gloo")
+        self._buckets: dict[int, Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
+        if borrow and self._lender is not None:
+            self._borrow(self._lender)
+        owed = any(b.lane == "packed" and b.index not in self._buckets for b in self._plan.buckets)
+        self._buffers = loop.wire_buffers() if owed else WireBuffers([])
+
+    def _borrow(self, sink: LendingSink) -> None:
+        """Take everything that the sink lends, before the first byte: if memory is short, it is now."""
+        for bucket in self._plan.buckets:
+            if bucket.lane == "packed":
+                lent = sink.lend_bucket(self._plan, bucket)
+                if lent is not None:
+                    self._buckets[bucket.index] = self._sized(lent, bucket.nbytes, f"bucket {bucket.index}")
+                continue
+            for piece in bucket.pieces:
+                meta = self._plan.tensors[piece.tensor]
+                if piece.start == 0 and sink.holds(meta.name):
+                    lent = sink.lend_tensor(meta)
+                    if lent is not None:
+                        self._tensors[piece.tensor] = self._sized(lent, meta.nbytes, str(meta))
+        lent_bytes = sum(t.numel() for t in (*self._buckets.values(), *self._tensors.values()))
+        self._loop.stats.staging_bytes = lent_bytes
+
+    def _sized(self, lent: Tensor, nbytes: int, what: str) -> Tensor:
+        if lent.dtype != torch.uint8 or lent.shape != (nbytes,) or not lent.is_contiguous():
+            raise RefitError(
+                f"the sink lent {lent.dtype}{list(lent.shape)} for {what}; flat uint8 of {nbytes} is needed"
+            )
+        if lent.device != self._device:
+            raise RefitError(
+                f"the sink lent memory on {lent.device} for {what}; the group is on {self._device}"
+            )
+        return lent
+
+    def expect(self, bucket: Bucket) -> Flight:
+        if bucket.lane == "packed":
+            lent = self._buckets.pop(bucket.index, None)
+            buffer = self._buffers.take(bucket.nbytes) if lent is None else lent
+            release = self._buffers.give_back if lent is None else None
+            return Flight(bucket, [buffer], [], release, lambda: self._unpack(bucket, buffer))
+        regions = [self._region(piece.tensor, piece.start, piece.stop) for piece in bucket.pieces]
+        whole = {p.tensor: self._tensors[p.tensor] for p in bucket.pieces if p.tensor in self._tensors}
+        return Flight(bucket, regions, list(whole.values()), None, lambda: self._hand_over(bucket, whole))
+
+    def _region(self, index: int, start: int, stop: int) -> Tensor:
+        """Memory for one piece of a large tensor: the sink's, or one that lives until the tensor is whole."""
+        meta = self._plan.tensors[index]
+        if index not in self._tensors:
+            if self._lender is not None and not self._lender.holds(meta.name):
+                return self._fresh(stop - start)
+            self._tensors[index] = self._fresh(meta.nbytes)
+        return self._tensors[index][start:stop]
+
+    def _fresh(self, nbytes: int) -> Tensor:
+        memory = empty(nbytes, self._device)
+        self._loop.lane.follow()
+        return memory
+
+    def _unpack(self, bucket: Bucket, buffer: Tensor) -> None:
+        for piece in bucket.pieces:
+            meta = self._plan.tensors[piece.tensor]
+            self._write(meta, buffer[piece.offset : piece.offset + piece.stop - piece.start])
+
+    def _hand_over(self, bucket: Bucket, whole: dict[int, Tensor]) -> None:
+        for piece in bucket.pieces:
+            meta = self._plan.tensors[piece.tensor]
+            if piece.tensor in whole and piece.stop == meta.nbytes:
+                self._write(meta, whole.pop(piece.tensor))
+                self._tensors.pop(piece.tensor, None)
+
+    def _write(self, meta: TensorMeta, data: Tensor) -> None:
+        tensor = data.view(dtype_of(meta.dtype)).view(meta.shape)
+        if self._plan.kv_scales and meta is self._plan.tensors[-1]:
+            for name, scale in zip(self._plan.kv_scales, tensor, strict=True):
+                self._sink.write(name, scale)
+            return
+        for name in (meta.name, *self._shared.get(meta.name, ())):
+            self._sink.write(name, tensor)
