@@ -68,7 +68,10 @@ class LendingSink(WeightSink, Protocol):
     """
 
     in_place: bool
-    """Whether lent memory is live: then a transfer that is cut leaves a mixture (`TornWeights`)."""
+    """Whether lent memory is live."""
+
+    torn: bool
+    """Whether live weights may be a mixture of versions: from the first byte in place until `commit`."""
 
     def staging_bytes(self, plan: Plan) -> int:
         """Memory that the sink will newly take for a transfer of `plan`, in bytes."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..exceptions import HandshakeMismatch, RefitError, TornWeights
+from ..exceptions import HandshakeMismatch, RefitError
 from .lanes import empty
 from .packing import flat
 from .plan import Bucket, Plan, TensorMeta
@@ -28,6 +28,10 @@ class _Sink:
     """Staging, lending and versions: what the sinks of this file have in common.
 
     A subclass says which tensors it holds (`_live`) and how staged ones become live (`_adopt`).
+
+    Attributes:
+        version: the version that is live; None before the first commit.
+        torn: whether live weights may be a mixture: from the first byte in place until the next commit.
     """
 
     def __init__(self, *, in_place: bool, device: torch.device | None) -> None:
@@ -37,7 +41,7 @@ class _Sink:
         self._staged: dict[str, Tensor] = {}
         self._lent: set[int] = set()
         self._coming: int | None = None
-        self._touched = False
+        self.torn = False
 
     def _live(self) -> Mapping[str, Tensor]:
         raise NotImplementedError
@@ -91,7 +95,7 @@ class _Sink:
         memory = flat(live)
         self._lent.add(memory.untyped_storage().data_ptr())
         # it may be written to from now on, whether or not this process hears of it
-        self._touched = True
+        self.torn = True
         return memory
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -100,7 +104,7 @@ class _Sink:
             return
         lent = tensor.untyped_storage().data_ptr() in self._lent
         if self.in_place:
-            self._touched = True
+            self.torn = True
             live = self._live()[name]
             if not (lent and live.data_ptr() == tensor.data_ptr()):
                 self._adopt({name: tensor})
@@ -112,7 +116,7 @@ class _Sink:
 
         Raises RefitError when another version is staged, or none.
         """
-        if self._coming is None and self.version == version:
+        if self._coming is None and self.version == version and not self.torn:
             return
         if self._coming != version:
             raise RefitError(f"version {version} is to be committed, staged is {self._coming}")
@@ -124,26 +128,17 @@ class _Sink:
                 )
             self._adopt(self._staged)
         self.version = version
+        self.torn = False
         self._forget()
 
     def rollback(self) -> None:
-        """See `WeightSink`.
-
-        Raises TornWeights when weights were received in place: they are a mixture until the next commit.
-        """
-        torn, coming = self._touched, self._coming
+        """See `WeightSink`. What was received in place stays, and stays `torn`."""
         self._forget()
-        if torn:
-            self.version = None
-            raise TornWeights(
-                f"version {coming} was received in place and cut off: the weights are a mixture"
-            )
 
     def _forget(self) -> None:
         self._staged = {}
         self._lent = set()
         self._coming = None
-        self._touched = False
 
     def _lend(self, nbytes: int) -> Tensor:
         memory = empty(nbytes, self._where())
@@ -250,7 +245,7 @@ class LoadWeightsSink(_Sink):
     def write(self, name: str, tensor: Tensor) -> None:
         """See `WeightSink`."""
         if self.in_place:
-            self._touched = True
+            self.torn = True
             self._load([(name, tensor)])
         else:
             super().write(name, tensor)

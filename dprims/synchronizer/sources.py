@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..exceptions import MissingExtra, RefitError
+from ..backend import need
+from ..exceptions import RefitError
 from .interfaces import WeightSource
 from .packing import dtype_of
 from .plan import Plan, TensorMeta
@@ -145,15 +146,10 @@ class SafetensorsSource:
                 yield meta.name, file.get_tensor(meta.name)
 
     def _open(self) -> Any:
+        safetensors = need("safetensors", "demo")
         try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise MissingExtra(
-                f"reading {self._path} needs safetensors: pip install 'dprims[demo]'"
-            ) from error
-        try:
-            return safe_open(self._path, framework="pt", device=self._device)
-        except (OSError, SafetensorError) as error:
+            return safetensors.safe_open(self._path, framework="pt", device=self._device)
+        except (OSError, safetensors.SafetensorError) as error:
             raise RefitError(f"{self._path} cannot be read as a safetensors file: {error}") from error
 
     def _read_header(self) -> list[TensorMeta]:
