@@ -504,7 +504,7 @@ class Leader:
     # ---- what ranks and the backend say -----------------------------------------------------------
 
     def _on_replied(self, event: Replied) -> None:
-        seat, message, reply = event
+        seat, message, reply = event.seat, event.message, event.reply
         if reply.status == "refused" and reply.seen is not None and reply.seen.term > self.term:
             why = f"rank at seat {seat} follows term {reply.seen.term}, this leader has {self.term}"
             self._stop(Cause("stale", seat, why))

@@ -200,7 +200,7 @@ class Member:
     # ---- what became of them ----------------------------------------------------------------------
 
     def _on_performed(self, event: Performed) -> None:
-        message, digest = event
+        message, digest = event.message, event.digest
         if message.kind == "pause":
             self._answer(message, "ok")
         elif message.kind == "commit":
@@ -224,7 +224,7 @@ class Member:
             self._answer(message, "ok", digest=digest)
 
     def _on_broke(self, event: Broke) -> None:
-        message, why = event
+        message, why = event.message, event.why
         if message == self.task:
             self.task = None
             self._out.append(WriteAbort(message.epoch, message.version.number, why))

@@ -1,12 +1,13 @@
 """The vocabulary of the refit protocol: values, messages, and what goes into and comes out of a machine.
 
-Everything is a tuple of plain values, so that it compares, hashes and pickles as one. A *seat* is a
+Everything is immutable, compares and hashes by value, and pickles. A *seat* is a
 rank's number in the complete fleet (:class:`~dprims.membership.RefitMembership`); it never moves. A
 rank is named (seat, incarnation): the token of its roster entry. Incarnation 0 means "not in".
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dprims.membership import Epoch
@@ -78,7 +79,8 @@ class Reply(NamedTuple):
 # ---- into the leader --------------------------------------------------------------------------------
 
 
-class Elected(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Elected:
     """The leader lock was acquired with this token; the rest was read after that.
 
     ``evicted`` are the seats that are not in, and whose last entry a leader deleted.
@@ -89,14 +91,16 @@ class Elected(NamedTuple):
     evicted: frozenset[int] = frozenset()
 
 
-class SyncRequested(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SyncRequested:
     """Send the trainers' weights: to every shard that is in, or to one that came back (``only``)."""
 
     roster: tuple[int, ...]
     only: int | None = None
 
 
-class BuildRequested(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BuildRequested:
     """Build the groups if they differ from what is wanted. ``absent`` holds for later syncs too."""
 
     roster: tuple[int, ...]
@@ -104,7 +108,8 @@ class BuildRequested(NamedTuple):
     force: bool = False
 
 
-class Replied(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Replied:
     """The answer to a call arrived; an exception of the call is a Reply with status "error"."""
 
     seat: int
@@ -112,14 +117,16 @@ class Replied(NamedTuple):
     reply: Reply
 
 
-class Silent(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Silent:
     """A call has had no answer by its deadline, or its answer was lost."""
 
     seat: int
     message: Message
 
 
-class Gone(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Gone:
     """A rank can surely not serve any more: its process ended, or its roster entry ran out.
 
     Of an entry that a leader deleted this is sure only ttl + ttl/4 after the deletion.
@@ -130,7 +137,8 @@ class Gone(NamedTuple):
     why: str
 
 
-class CellRead(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CellRead:
     """What stands in a decision cell: after a SetCell, or because a watcher saw it change."""
 
     epoch: Epoch
@@ -138,30 +146,35 @@ class CellRead(NamedTuple):
     value: str
 
 
-class RecordsRead(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RecordsRead:
     """The answer to ReadRecords; None where nothing was ever written."""
 
     reserved: Version | None
     current: Version | None
 
 
-class Fenced(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fenced:
     """The outcome of a Reserve or Publish: False when a higher term stands there."""
 
     ok: bool
 
 
-class Condemned(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Condemned:
     """A Condemn is over: its roster entries are gone and their ttl has passed."""
 
     shard: int
 
 
-class Stepped(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stepped:
     """The trainers changed their weights."""
 
 
-class Deposed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Deposed:
     """The leader lock was lost, or the backend gave no answer: what stands there is unknown."""
 
     why: str
@@ -186,14 +199,16 @@ LeaderEvent = (
 # ---- out of the leader ------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Call:
     """Send a message to the process that has this seat; answer with Replied, Silent or Gone."""
 
     seat: int
     message: Message
 
 
-class SetCell(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SetCell:
     """Write a decision cell in the backend if nothing stands there; answer CellRead with what stands."""
 
     epoch: Epoch
@@ -201,25 +216,29 @@ class SetCell(NamedTuple):
     value: str
 
 
-class ReadRecords(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReadRecords:
     """Read ``refit/next`` and ``refit/current``; answer RecordsRead."""
 
 
-class Reserve(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Reserve:
     """Write ``refit/next``, fenced by ``term``; answer Fenced."""
 
     version: Version
     term: int
 
 
-class Publish(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Publish:
     """Write ``refit/current``, fenced by ``term``; answer Fenced."""
 
     version: Version
     term: int
 
 
-class Condemn(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Condemn:
     """Write down that these (seat, incarnation) are evicted, delete their roster entries (each only
     if it still has that incarnation), wait ttl + ttl/4, answer Condemned."""
 
@@ -227,7 +246,8 @@ class Condemn(NamedTuple):
     entries: tuple[tuple[int, int], ...]
 
 
-class Finish(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Finish:
     """The operation is over: it succeeded when ``cause`` is None. ``rebuilt``: groups were built."""
 
     goal: Literal["recover", "sync", "only", "build"]
@@ -241,30 +261,35 @@ LeaderAction = Call | SetCell | ReadRecords | Reserve | Publish | Condemn | Fini
 # ---- into a member ----------------------------------------------------------------------------------
 
 
-class Started(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Started:
     """The process started, or its roster entry was lost: it has no place in the fleet."""
 
 
-class Joined(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Joined:
     """The roster entry is held, under this incarnation."""
 
     incarnation: int
 
 
-class TermRead(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TermRead:
     """The highest term there is; read after the roster entry was held, never before."""
 
     term: int
 
 
-class Performed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Performed:
     """A Perform succeeded. ``digest``: of what was received."""
 
     message: Message
     digest: str = ""
 
 
-class Broke(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Broke:
     """A Perform failed or was cancelled."""
 
     message: Message
@@ -277,15 +302,18 @@ MemberEvent = Message | Started | Joined | TermRead | Performed | Broke | CellRe
 # ---- out of a member --------------------------------------------------------------------------------
 
 
-class Join(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Join:
     """Acquire this seat's roster entry; answer Joined."""
 
 
-class ReadTerm(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReadTerm:
     """Read the highest term that ever was; answer TermRead."""
 
 
-class Perform(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Perform:
     """Do what the message says and answer Performed or Broke.
 
     ``build`` and ``recv`` take long: other messages are handed to the machine meanwhile. ``pause``,
@@ -295,17 +323,20 @@ class Perform(NamedTuple):
     message: Message
 
 
-class Cancel(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Cancel:
     """Make the ``build`` or ``recv`` that runs come back with Broke, soon; its result is void."""
 
     message: Message
 
 
-class Drop(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Drop:
     """Discard what is staged. Cannot fail."""
 
 
-class WriteAbort(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class WriteAbort:
     """Write ``abort: why`` into a decision cell if nothing stands there; needs no answer."""
 
     epoch: Epoch
@@ -313,7 +344,8 @@ class WriteAbort(NamedTuple):
     why: str
 
 
-class Answer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Answer:
     """Answer a message."""
 
     message: Message
