@@ -38,8 +38,9 @@ for name in dprims.__all__:
     attempt(name, getattr, dprims, name)
 for module in modules:
     attempt(module, importlib.import_module, module)
-loaded = {name: str(module.__file__) for name, module in sys.modules.items() if name.split(".")[0] == "dprims"}
-assert all(file.startswith(target) for file in loaded.values()), loaded
+ours = {name: str(module.__file__) for name, module in sys.modules.items() if name.startswith("dprims")}
+strangers = {name: file for name, file in ours.items() if not file.startswith(target)}
+assert not strangers, strangers
 print(json.dumps(told))
 """
 
