@@ -63,7 +63,7 @@ class RedisBackend(Backend):
             )
         ours: dict[str, Any] = {}
         if client is None:
-            pool, ours = pool_from(url, {"wait_replicas": int})
+            pool, ours = pool_from(url, {"wait_replicas": _count})
         else:
             pool = pool_of(client)
         self._wire = Wire(pool, client)
@@ -233,3 +233,9 @@ def _ours(ticket: Ticket) -> _RedisTicket:
     if not isinstance(ticket, _RedisTicket):
         raise BackendMisconfigured(f"ticket for {ticket.name!r} comes from another backend")
     return ticket
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"wait_replicas is {text!r}; expected a number of replicas")
+    return int(text)

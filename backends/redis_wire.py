@@ -8,6 +8,7 @@ All our commands may be sent twice, so a failed one is simply sent again until i
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ from .redis_scripts import Script
 
 TIMEOUT_S = 5.0
 """How long one operation may take, reconnects included, unless ``socket_timeout`` says otherwise."""
+
+AGAIN_S = 1.0
+"""How long one operation may take while the server has not answered the last one."""
 
 MAX_IDLE = 8
 """How many unused connections are kept."""
@@ -48,6 +52,8 @@ _NOT_OURS = (
 )
 # Answers of a server that will answer otherwise soon: starting, failing over, running a long script.
 _PASSING = ("LOADING", "READONLY", "MASTERDOWN", "BUSY", "TRYAGAIN", "CLUSTERDOWN")
+
+CLOSED = "this backend was closed"
 
 Command = tuple[Any, ...]
 
@@ -77,22 +83,27 @@ class Wire:
         self._busy: set[Any] = set()
         self._pid = os.getpid()
         self._closed = False
+        self._silent = False
 
     def call(self, *commands: Command, timeout: float | None = None, once: bool = False) -> Replies:
         """Send *commands* in one round trip and return their replies; again until *timeout* if it fails.
 
         *once*: no second try when the server refuses the connection.
         """
-        limit = self.timeout if timeout is None else timeout
+        limit = min(self.timeout, AGAIN_S) if self._silent else self.timeout
+        limit = limit if timeout is None else timeout
         deadline = time.monotonic() + limit
         pause = 0.0
         while True:
             asked = boottime()
             try:
-                return Replies(self._exchange(commands, deadline), asked, pause > 0)
+                replies = self._exchange(commands, deadline)
+                self._silent = False
+                return Replies(replies, asked, pause > 0)
             except _Passing as failure:
                 left = deadline - time.monotonic()
                 if once or left <= pause or self._closed:
+                    self._silent = limit >= self.timeout or self._silent
                     raise BackendUnavailable(
                         f"{self.where} did not answer {commands[0][0]} within {limit:.3g} s: {failure}"
                     ) from None
@@ -106,17 +117,20 @@ class Wire:
         """
         deadline = time.monotonic() + timeout
         with suppress(_Passing):
-            # the server ends the wait; a server that does not is given up a little later
-            self._exchange([("BLPOP", key, f"{max(timeout, 0.001):.3f}")], deadline + self.timeout)
+            # the server ends the wait; one that does not is asked again on another connection
+            self._exchange([("BLPOP", key, f"{max(timeout, 0.001):.3f}")], deadline + AGAIN_S)
             return
         time.sleep(min(0.05, max(deadline - time.monotonic(), 0)))
 
     def close(self) -> None:
         """Close every connection, also those in use, whose calls then fail."""
         self._closed = True
-        for connection in [*self._idle, *self._busy]:
+        for connection in list(self._idle):
             connection.disconnect()
         self._idle.clear()
+        for connection in list(self._busy):  # its thread sees the end of the stream, and closes it
+            with suppress(AttributeError, OSError):
+                connection._sock.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
         """In a forked child: drop the parent's connections without a word to the server."""
@@ -133,6 +147,8 @@ class Wire:
         self._busy.add(connection)
         clean = False
         try:
+            if self._closed:  # read after the connection is among those that close() looks for
+                raise _Passing(CLOSED)
             replies = self._send(connection, [_evalsha(command) for command in commands], deadline)
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, self._errors.NoScriptError)]
             if unknown:
@@ -158,7 +174,7 @@ class Wire:
         replies: list[Any] = []
         for _ in commands:
             left = deadline - time.monotonic()
-            if left <= 0 or not connection.can_read(left):
+            if not connection.can_read(max(left, 0.05)):  # we may have been frozen, and the reply be there
                 raise self._errors.TimeoutError("no answer")
             try:
                 replies.append(connection.read_response())
@@ -176,7 +192,7 @@ class Wire:
                     return connection
                 connection.disconnect()
         if self._closed:
-            raise _Passing("this backend was closed")
+            raise _Passing(CLOSED)
         limit = max(min(deadline - time.monotonic(), self.timeout), 0.01)
         try:
             connection = self._class(
@@ -232,7 +248,8 @@ def pool_from(url: str, options: dict[str, Callable[[str], Any]]) -> tuple[Any, 
                 theirs.append((key, value))
         if parts.scheme != "unix" and parts.path.strip("/"):
             int(parts.path.strip("/"))
-        return redis.ConnectionPool.from_url(urlunsplit(parts._replace(query=urlencode(theirs)))), ours
+        # not urlunsplit: it makes unix:/path of unix:///path
+        return redis.ConnectionPool.from_url(f"{url.partition('?')[0]}?{urlencode(theirs)}"), ours
     except ValueError as error:
         raise BackendMisconfigured(
             f"backend URL is {redacted(url)!r}: {error}; expected redis://[user:password@]host[:port][/db], "
