@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from dprims import BackendUnavailable, MissingExtra
 from dprims.testing import servers
 from dprims.testing.servers import HOST, EtcdServer, RedisServer, Server
 
 KINDS = pytest.mark.parametrize("kind", [RedisServer, EtcdServer])
+ONCE = Retry(NoBackoff(), 0)
 CONFTEST = Path(__file__).with_name("conftest.py")
 
 
@@ -81,7 +84,7 @@ def test_redis_without_persist_starts_empty_and_asks_for_its_password() -> None:
         server.restart()
         with redis.Redis.from_url(server.url) as client:
             assert client.get("gone") is None
-        with redis.Redis(HOST, server.port) as client, pytest.raises(redis.AuthenticationError):
+        with redis.Redis(HOST, server.port, retry=ONCE) as client, pytest.raises(redis.AuthenticationError):
             client.get("gone")
 
 
