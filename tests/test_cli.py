@@ -1,0 +1,133 @@
+"""The frame of the command line: how commands are found, and what wrong use looks like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dprims
+from dprims import cli
+from dprims.cli import main
+
+COMMAND = '''
+"""One command."""
+
+import typer
+
+from dprims import LayoutError, LockLost
+
+
+def probe(size: int = 1, fail: str = "") -> None:
+    """Print the size, or fail as asked."""
+    if fail == "layout":
+        raise LayoutError("pp is 3;\\nexpected a divisor")
+    if fail == "lock":
+        raise LockLost("lock 'a' is lost")
+    if fail == "exit":
+        raise typer.Exit(7)
+    if fail == "interrupt":
+        raise KeyboardInterrupt
+    print("size", size)
+'''
+GROUP = '''
+"""A group of commands."""
+
+import typer
+
+many = typer.Typer(help="Several.")
+
+
+@many.command()
+def one() -> None:
+    """The first."""
+    print("one")
+
+
+@many.command()
+def two() -> None:
+    """The second."""
+'''
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands beside the package's own: a plain one, a group, one that cannot be imported."""
+    sources = {"probe": COMMAND, "many": GROUP, "broken": "raise RuntimeError('imported')"}
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
+    yield
+    for name in sources:
+        sys.modules.pop(f"dprims.cli.{name}", None)
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize(
+    ("arguments", "status", "out", "err"),
+    [
+        (["probe", "--size", "4"], 0, "size 4\n", ""),
+        (["many", "one"], 0, "one\n", ""),
+        (["probe", "--fail", "exit"], 7, "", ""),
+        (["probe", "--fail", "interrupt"], 130, "", ""),
+        (["probe", "--fail", "lock"], 1, "", "dprims: lock 'a' is lost\n"),
+        (["probe", "--fail", "layout"], 2, "", "dprims: pp is 3; expected a divisor\n"),
+        (["probe", "--sise", "4"], 2, "", "dprims probe: No such option: --sise"),
+        (["probe", "--size", "x"], 2, "", "dprims probe: Invalid value for '--size'"),
+        (["many"], 2, "", "dprims many: Missing command."),
+        (["many", "three"], 2, "", "dprims many: No such command 'three'."),
+    ],
+)
+def test_command(
+    arguments: list[str], status: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == status
+    said = capsys.readouterr()
+    assert said.out == out
+    assert said.err.startswith(err)
+    assert said.err.count("\n") == (1 if err else 0)
+
+
+@pytest.mark.usefixtures("commands")
+def test_only_the_command_that_is_asked_for_is_imported() -> None:
+    main(["many", "two"])
+    assert "dprims.cli.many" in sys.modules
+    assert "dprims.cli.probe" not in sys.modules
+    with pytest.raises(RuntimeError, match="imported"):
+        main(["broken"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing command."),
+        (["nonsense"], "No such command 'nonsense'."),
+        (["--what"], "No such option: --what"),
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"dprims: {message}")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["-m", "dprims"], [str(Path(sys.executable).with_name("dprims"))]])
+def test_version_from_a_shell(command: list[str]) -> None:
+    if command[0] == "-m":
+        command = [sys.executable, *command]
+    ran = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"dprims {dprims.__version__}\n", "")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2].split("\n")
+    files = {path.stem for path in Path(cli.__file__).parent.glob("[a-z]*.py")}
+    assert {line.split()[0] for line in listed if line.strip()} == files
