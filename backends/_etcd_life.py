@@ -57,7 +57,7 @@ class EtcdTicket(Ticket):
     """A ticket, and where it stands at the server."""
 
     key: bytes = b""
-    """The place in the queue: a key of its own for each attempt, never used again."""
+    """The place in the queue: a key of its own for each attempt, never used again; empty without one."""
     lease: Lease = field(default_factory=lambda: Lease(0, 0.0, gone=True))
     place: int = 0
     """The key's create revision: the token, once nobody is ahead."""
@@ -141,8 +141,7 @@ class Life:
         Returns when it was asked, by the clock, and the answers. A lease that the server does not know
         is ``gone`` afterwards.
         """
-        self._forget_the_lost()
-        forgotten = list(self._forgotten) if leases else []
+        forgotten = self._forget_the_lost() if leases else []
         deletes = [wire.txn(wire.delete(key)) for key in forgotten]
 
         def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> tuple[float, dict[int, int], list[Any]]:
@@ -190,14 +189,18 @@ class Life:
     def forget(self, ticket: EtcdTicket) -> None:
         """Delete the ticket's key sooner or later, whatever became of requests about it."""
         self.tickets.discard(ticket)
-        if ticket.key:
-            self._forgotten[ticket.key] = _FORGET_TRIES
+        key, ticket.key = ticket.key, b""
+        if key:
+            self._forgotten[key] = _FORGET_TRIES
 
-    def _forget_the_lost(self) -> None:
+    def _forget_the_lost(self) -> list[bytes]:
+        """Every forgotten key, and those of locks whose ttl has passed here: they are lost for good."""
         now = self._clock()
         for ticket in self.tickets.copy():
-            if ticket.token is not None and (ticket.gone or now >= ticket.proven + ticket.ttl):
+            if ticket.token is not None and now >= ticket.proven + ticket.ttl:
+                ticket.gone = True
                 self.forget(ticket)
+        return list(self._forgotten)
 
     # -- the end ----------------------------------------------------------------------------------
 

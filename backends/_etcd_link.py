@@ -149,6 +149,8 @@ class Link:
                     ) from error
                 failure = error
             except ValueError as error:  # grpc's word for a closed channel
+                if "closed" not in str(error):
+                    raise
                 raise BackendUnavailable(
                     f"cannot {what}: the connection to etcd at {self} is closed"
                 ) from error

@@ -7,6 +7,7 @@ imitate, and keys sort and share prefixes as the names do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dprims.backend import need
@@ -86,12 +87,12 @@ def delete(key: bytes) -> Any:
     return rpc.DeleteRangeRequest(key=key)
 
 
-def txn(*requests: Any, when: Any = None, otherwise: Any = None) -> Any:
-    """Do *requests* in one step if the comparison *when* holds, and the request *otherwise* if not."""
+def txn(*requests: Any, when: Any = None, otherwise: Sequence[Any] = ()) -> Any:
+    """Do *requests* in one step if the comparison *when* holds, and *otherwise* those if not."""
     return rpc.TxnRequest(
         compare=[when] if when is not None else [],
         success=[_operation(request) for request in requests],
-        failure=[_operation(otherwise)] if otherwise is not None else [],
+        failure=[_operation(request) for request in otherwise],
     )
 
 

@@ -106,7 +106,7 @@ class EtcdBackend(Backend):
 
     def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
         life = self._life()
-        asked = [(ticket, ticket.key, ticket.held) for ticket in map(_ours, tickets)]
+        asked = [(ticket, ticket.key, ticket.held) for ticket in map(_ours, tickets) if ticket.key]
         leases = {ticket.lease.id: ticket.lease for ticket, _, _ in asked}
         reads = [wire.read(key, keys_only=True) for _, key, _ in asked]
         txns = [
@@ -152,7 +152,7 @@ class EtcdBackend(Backend):
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
         cell = self._keys.cell(key)
         stands = wire.created_at(cell, 0) if expected is None else wire.value_is(cell, expected)
-        request = wire.txn(wire.put(cell, value), when=stands, otherwise=wire.read(cell))
+        request = wire.txn(wire.put(cell, value), when=stands, otherwise=[wire.read(cell)])
         answer, _ = self._life().txn("write a cell", request)
         return value if answer.succeeded else _value(answer.responses[0].response_range.kvs)
 
@@ -215,48 +215,54 @@ class EtcdBackend(Backend):
         deadline = self.clock() + timeout
         queue = self._keys.queue(ticket.name)
         life.tickets.add(ticket)
-        while True:
-            ticket.lease = lease = life.lease_for(ticket.ttl, deadline - self.clock())
-            ticket.key = key = queue + uuid.uuid4().hex.encode()
-            # Repeated after a lost reply, it finds the place that it has already.
-            request = wire.txn(
-                wire.put(key, ticket.record, lease=lease.id),
-                wire.read_newest(queue, 2),
-                when=wire.created_at(key, 0),
-                otherwise=wire.read(key, keys_only=True),
-            )
-            try:
-                answer, _ = life.txn("join a queue", request, deadline - self.clock())
-                break
-            except LeaseIsGone:
-                lease.gone = True
-            except BaseException:
-                life.forget(ticket)
-                raise
-        ticket.proven = max(ticket.proven, lease.proven)
+        try:
+            while True:
+                ticket.lease = lease = life.lease_for(ticket.ttl, deadline - self.clock())
+                ticket.key = key = queue + uuid.uuid4().hex.encode()
+                # Repeated after a lost reply, it finds the place that it has already.
+                request = wire.txn(
+                    wire.put(key, ticket.record, lease=lease.id),
+                    wire.read_newest(queue, 2),
+                    when=wire.created_at(key, 0),
+                    otherwise=[wire.read(key, keys_only=True), wire.read_first(queue)],
+                )
+                try:
+                    answer, _ = life.txn("join a queue", request, deadline - self.clock())
+                    break
+                except LeaseIsGone:
+                    lease.gone = True
+        except BaseException:
+            life.forget(ticket)
+            raise
+        ticket.proven = lease.proven
         ticket.seen = answer.header.revision
-        if not answer.succeeded:
-            ticket.place = answer.responses[0].response_range.kvs[0].create_revision
+        mine, others = (list(response.response_range.kvs) for response in answer.responses)
+        if answer.succeeded:
+            ticket.place = ticket.seen
+            self._settle(ticket, [kv.key for kv in others if kv.key != key])
+        else:
+            ticket.place = mine[0].create_revision
             ticket.ahead = None
-            return
-        ticket.place = ticket.seen
-        self._settle(ticket, [kv.key for kv in answer.responses[1].response_range.kvs if kv.key != key])
+            if others[0].key == key:
+                ticket.token = ticket.place
 
     def _look(self, life: Life, ticket: EtcdTicket, timeout: float) -> None:
         """Prove the ticket's place at the server, and learn who is ahead; a lost place is taken anew."""
-        mine = wire.read(ticket.key, keys_only=True)
-        others = wire.read_newest(self._keys.queue(ticket.name), 1, before=ticket.place)
-        stale = [] if life.is_fresh(ticket.lease) else [ticket.lease]
         deadline = self.clock() + timeout
-        _, (answer,) = life.renew(stale, [wire.txn(mine, others)], timeout)
-        here, ahead = (response.response_range.kvs for response in answer.responses)
-        if here and not ticket.lease.gone:
-            ticket.proven = max(ticket.proven, ticket.lease.proven)
-            ticket.seen = answer.header.revision
-            self._settle(ticket, [kv.key for kv in ahead])
-        elif ticket.token is not None:
+        if ticket.key:
+            mine = wire.read(ticket.key, keys_only=True)
+            others = wire.read_newest(self._keys.queue(ticket.name), 1, before=ticket.place)
+            stale = [] if life.is_fresh(ticket.lease) else [ticket.lease]
+            _, (answer,) = life.renew(stale, [wire.txn(mine, others)], timeout)
+            here, ahead = (response.response_range.kvs for response in answer.responses)
+            if here and not ticket.lease.gone:
+                ticket.proven = max(ticket.proven, ticket.lease.proven)
+                ticket.seen = answer.header.revision
+                self._settle(ticket, [kv.key for kv in ahead])
+                return
+        if ticket.token is not None:
             ticket.gone = True
-        elif not ticket.gone:
+        if not ticket.gone:
             self._join(life, ticket, deadline - self.clock())
             if ticket.gone:  # it left while it joined
                 life.forget(ticket)
@@ -282,12 +288,14 @@ class EtcdBackend(Backend):
         life = self._life()
         ticket.gone = True
         ticket.turn.set()
-        if not ticket.key:
+        key = ticket.key
+        if not key:
             return False
         try:
-            answer, tries = life.txn("leave a queue", wire.txn(wire.delete(ticket.key)))
+            answer, tries = life.txn("leave a queue", wire.txn(wire.delete(key)))
         except BaseException:
             life.forget(ticket)
+            ticket.key = key  # for the caller's next try
             raise
         life.tickets.discard(ticket)
         if answer.responses[0].response_delete_range.deleted:
