@@ -4,7 +4,7 @@ The stubs of etcd3 0.12.0 were generated long ago: under protobuf >= 4 they rais
 of ``etcd3-fc`` load, but register ``kv.proto`` for the whole process, so that no other etcd client can
 be imported beside them. Both carry the wire format as one serialised descriptor; this module reads
 that literal from their source and builds the same message classes from it, in a descriptor pool of
-its own. Under protobuf < 3.21 the stubs work as they are and are left alone.
+its own. Under protobuf < 4.22, which cannot do that, the stubs are loaded as they are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _LOCK = threading.Lock()
 def load_etcdrpc() -> Any:
     """Import ``etcd3.etcdrpc``: the messages and stubs of etcd's API.
 
-    Raises :class:`~dprims.exceptions.MissingExtra` without etcd3, and
-    :class:`~dprims.exceptions.BackendMisconfigured` under protobuf 4.21, in which neither way works.
+    ``import etcd3`` works afterwards. Raises :class:`~dprims.exceptions.MissingExtra` without etcd3, and
+    :class:`~dprims.exceptions.BackendMisconfigured` with etcd3 0.12.0 under protobuf 4.21, which is too
+    new for its stubs and too old for their rebuilding.
     """
     with _LOCK:
         if _PACKAGE in sys.modules:
@@ -54,7 +55,7 @@ def _load_as_is(version: str) -> Any:
         return need(_PACKAGE, "etcd")
     except TypeError as error:
         raise BackendMisconfigured(
-            f"etcd3's generated modules do not load under protobuf {version}; expected >= 4.22 or < 3.21"
+            f"etcd3's generated modules do not load under protobuf {version}; expected >= 4.22 or < 3.21 (or etcd3-fc)"
         ) from error
 
 
