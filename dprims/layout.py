@@ -191,6 +191,18 @@ class ParallelLayout:
         """Return how many ranks a group of this name has."""
         return prod(size for size, _ in self._digits(name))
 
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """Return the axes that a group of this name spans; of ``ep`` and ``efsdp`` all that they share."""
+        name = self.canonical(name)
+        spanned: tuple[str, ...]
+        if name == "etp":
+            spanned = ("tp",) if self.etp > 1 else ()
+        elif name in _EXPERT:
+            spanned = expert_axes(self.tp, self.etp)
+        else:
+            spanned = _COMPOSED.get(name, (name,))
+        return tuple(axis for axis in self.order if axis in spanned)
+
     def canonical(self, name: str) -> str:
         """Return the name behind an alias, or the name itself; LayoutError when there is no such group."""
         found = ALIASES.get(name, name) if isinstance(name, str) else None
@@ -387,12 +399,10 @@ class ParallelLayout:
 
     def _digits(self, name: str) -> Digits:
         name = self.canonical(name)
-        if name == "etp":
-            return self._axis_digits(("tp",) if self.etp > 1 else ())
         if name in ("ep", "efsdp"):
             high, low = self._expert_digits()
             return low if name == "ep" else high
-        return self._axis_digits(_COMPOSED.get(name, (name,)))
+        return self._axis_digits(self.axes_of(name))
 
     def _expert_digits(self) -> tuple[Digits, Digits]:
         """Return the digits of efsdp and of ep, which is the low part of all that it borrows."""

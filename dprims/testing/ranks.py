@@ -56,8 +56,8 @@ def run_ranks(n: int, fn: Callable[..., R], *args: Any, timeout: float = 60.0) -
     """Run ``fn(rank, world_size, *args)`` in `n` processes and return what they returned, in rank order.
 
     Each process is rank `rank` of an initialised default process group with the backend gloo, whose own
-    timeout is longer than `timeout`. `fn` is a function of a module (not a closure or a lambda); it, its arguments
-    and its results travel by pickle. The module may be a test file that cannot be imported by name.
+    timeout is longer than `timeout`. `fn` is a function of a module, not a closure or a lambda; it, its
+    arguments and its results travel by pickle. The module may be a test file that no name imports.
 
     The first failure is raised here as it was there, with a `RankTraceback` as its cause; a process that
     dies without a result is PeerLost. Then, and after `timeout` seconds (TimeoutError, which names the ranks
