@@ -48,7 +48,6 @@ GRACE_S = 1.0
 BLOCK = 64
 """How many numbers share one ``line`` key."""
 
-_FIRST = b"1 new"
 _RUNG, _LEFT = b"W", b"A"
 _ABSENT = b"\0?"
 """A value that never stands anywhere."""
@@ -135,13 +134,10 @@ class Tickets:
         name = ticket.name
         asked = yield CLOCK
         ticket.number = number = yield "add", f"next/{name}", 1
-        if number == 1:
-            yield from self._register(name)
         entry = Entry(self.session, ticket.ttl, ticket.record)
         yield "append", _line(name, number), _entry_line(number, entry)
-        head = yield from self._open(name)
-        if head.text == _FIRST and number != 1:  # whoever had number 1 may have died before it did this
-            yield from self._register(name)
+        head = None if number == 1 else (yield from self._head(name))
+        if head is None:  # or whoever had number 1 died before it came to this
             head = yield from self._open(name)
         now = yield CLOCK
         if head.number > number or now >= asked + min(GRACE_S, ticket.ttl):
@@ -193,10 +189,10 @@ class Tickets:
             return
         yield "compare_set", _bell(name, number), b"", _LEFT
         yield "append", _line(name, number), b"-%d\n" % number
-        head = yield from self._open(name)
-        if head.number == number:
+        head = yield from self._head(name)
+        if head is not None and head.number == number:
             yield from self._pass_on(name, head, "left-by")
-        elif head.number > number:
+        elif head is not None and head.number > number:
             yield "delete_key", _bell(name, number)
             if head.number // BLOCK > number // BLOCK:
                 yield "delete_key", _line(name, number)
@@ -239,22 +235,22 @@ class Tickets:
 
     def evict(self, name: str, number: int) -> Steps[bool]:
         """Pass the lock on if *number* holds it."""
-        text = yield from self._peek(f"head/{name}")
-        last = yield from self._peek(f"next/{name}")
-        if text is None or Head.parse(text).number != number or int(last or 0) < number:
+        head = yield from self._head(name)
+        last = int((yield from self._peek(f"next/{name}")) or 0)
+        if head is None or head.number != number or last < number:
             return False
-        moved, _ = yield from self._pass_on(name, Head.parse(text), "evicted-by")
+        moved, _ = yield from self._pass_on(name, head, "evicted-by")
         return moved
 
     def queue(self, name: str) -> Steps[list[tuple[int, bool, bytes]]]:
         """Number, whether it is its turn, and record of everybody in the queue, in order."""
-        text = yield from self._peek(f"head/{name}")
+        head = yield from self._head(name)
         last = int((yield from self._peek(f"next/{name}")) or 0)
-        if text is None or (head := Head.parse(text).number) > last:
+        if head is None:
             return []
-        entries = yield from self._entries(name, head, last)
+        entries = yield from self._entries(name, head.number, last)
         places = sorted((number, entry) for number, entry in entries.items() if entry is not None)
-        return [(number, number == head, entry.record) for number, entry in places]
+        return [(number, number == head.number, entry.record) for number, entry in places]
 
     def held(self, prefix: str) -> Steps[list[tuple[str, int, bytes]]]:
         """Name, number and record of the holder of every lock whose name starts with *prefix*."""
@@ -293,19 +289,20 @@ class Tickets:
             if rung == _LEFT:
                 continue
             if waits:  # it may have come and gone before the bell rang
-                head = yield from self._open(name)
+                head = (yield from self._head(name)) or head
                 if head.number > number:
                     yield "delete_key", _bell(name, number)
             return True, head
 
     def _open(self, name: str) -> Steps[Head]:
-        """Read ``head``, which the first to ask creates."""
-        return Head.parse((yield "compare_set", f"head/{name}", b"", _FIRST))
-
-    def _register(self, name: str) -> Steps[None]:
-        """List *name*; the caller's next operation on the same connection proves that it arrived."""
+        """List *name*, then create ``head``: where there is a head, the name is listed."""
         place = yield "add", "names", 1
         yield "set", f"name/{place}", name
+        return Head.parse((yield "compare_set", f"head/{name}", b"", b"1"))
+
+    def _head(self, name: str) -> Steps[Head | None]:
+        text = yield from self._peek(f"head/{name}")
+        return None if text is None else Head.parse(text)
 
     def _entries(self, name: str, first: int, last: int) -> Steps[dict[int, Entry | None]]:
         """What the line says about the numbers from *first* to *last*; None for who left."""

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -49,6 +50,8 @@ class _StoreTicket(NumberedTicket):
     """Held while its number changes or is given up."""
     listens_to: str = ""
     """The bell that is being waited for."""
+    unwanted: bool = False
+    """To be taken out of its queue by the next beat: what should have done so failed."""
 
 
 class TCPStoreBackend(Backend):
@@ -132,18 +135,14 @@ class TCPStoreBackend(Backend):
         ticket.gone = True
         ticket.turn.set()
         with ticket.changing:
-            self._run(lambda: self._tickets.leave(ticket), self._limit(ticket))
-        with self._mutex:
-            self._open.discard(ticket)
+            self._end(ticket, lambda: self._tickets.leave(ticket))
 
     def release(self, ticket: Ticket) -> bool:
         ticket = _ours(ticket)
-        freed = ticket.token is not None and self._run(
-            lambda: self._tickets.release(ticket), self._limit(ticket)
-        )
+        if ticket.token is None:
+            return False
+        freed = self._end(ticket, lambda: self._tickets.release(ticket))
         ticket.gone = True
-        with self._mutex:
-            self._open.discard(ticket)
         return freed
 
     def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
@@ -180,10 +179,18 @@ class TCPStoreBackend(Backend):
         try:
             self._run(lambda: self._tickets.join(ticket), self._limit(ticket))
         except BaseException:
-            ticket.gone = True  # a later beat takes it out of the queue
+            ticket.unwanted = True
             raise
         if not ticket.held:
             self._listen(ticket)
+
+    def _end(self, ticket: _StoreTicket, steps: Callable[[], Steps[T]]) -> T:
+        """Run what takes *ticket* out of its queue; should it fail, the next beat sees to it."""
+        ticket.unwanted = True
+        done = self._run(steps, self._limit(ticket))
+        with self._mutex:
+            self._open.discard(ticket)
+        return done
 
     def _confirm(self, ticket: _StoreTicket) -> None:
         """Ask the store how *ticket* stands, and queue it again when it lost its place."""
@@ -221,9 +228,12 @@ class TCPStoreBackend(Backend):
         waiting.add_done_callback(rung)
 
     def _give_up_lost(self) -> None:
-        """Leave the queues in which a ticket stands that was lost, or that nobody got to know of."""
+        """Leave the queues in which a ticket stands that was lost, or that nobody knows how to leave.
+
+        This session's beats keep it alive, so nobody else would ever pass it over.
+        """
         with self._mutex:
-            lost = [t for t in self._open if t.gone and not t.changing.locked()]
+            lost = [t for t in self._open if (t.gone or t.unwanted) and not t.changing.locked()]
         for ticket in lost:
             self.leave(ticket)
 
@@ -284,6 +294,8 @@ class TCPStoreBackend(Backend):
         for ticket in tickets:
             ticket.gone = True
             ticket.turn.set()
+        with suppress(BackendError):
+            self._call(lambda store: _do(store, "delete_key", f"beat/{self._session}"), 1.0)
         self._lines.close(1.0)
         self._served = None
 
