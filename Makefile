@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 PYTEST := $(BIN)/python -m pytest
 READY := .venv/ready
 
-.PHONY: help demo test check format chaos test-gpu bench docs constraints clean
+.PHONY: help demo test check lint types format chaos test-gpu bench docs constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
@@ -18,9 +18,13 @@ demo: $(READY) # a refit of real weights that survives a killed shard
 test: $(READY) # the tests, against real servers and real processes
 	$(PYTEST) $(ARGS)
 
-check: $(READY) # format, lint, types, imports
+check: lint types # format, lint, types, imports
+
+lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(READY)
 	$(BIN)/mypy
 	$(BIN)/pyright
 
