@@ -55,7 +55,7 @@ def _load_as_is(version: str) -> Any:
         return need(_PACKAGE, "etcd")
     except TypeError as error:
         raise BackendMisconfigured(
-            f"etcd3's generated modules do not load under protobuf {version}; expected >= 4.22 or < 3.21 (or etcd3-fc)"
+            f"etcd3 0.12.0 does not load under protobuf {version}; expected >= 4.22 or < 3.21, or etcd3-fc"
         ) from error
 
 

@@ -48,6 +48,7 @@ _TRANSIENT = frozenset(
         "ABORTED",
     )
 )
+_TOO_LARGE = "larger than max"
 _TOKEN_IS_STALE = ("invalid auth token", "revision of auth store is old")
 _WANT_LEADER = ("hasleader", "true")  # a member that is cut off from the others says so instead of waiting
 
@@ -143,7 +144,8 @@ class Link:
             except grpc.RpcError as error:
                 code, details = error.code(), error.details() or ""
                 stale = any(text in details for text in _TOKEN_IS_STALE)
-                if not (code in _TRANSIENT or (stale and not renewed)):
+                transient = code in _TRANSIENT and _TOO_LARGE not in details
+                if not (transient or (stale and not renewed)):
                     raise BackendMisconfigured(
                         f"etcd at {endpoint.name} refused to {what}: {details}"
                     ) from error
