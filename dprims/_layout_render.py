@@ -138,7 +138,7 @@ class Drawing:
 
 def text(layout: ParallelLayout, *, rank: int | None, group: str, color: bool) -> str:
     """Return the layout for a terminal."""
-    drawing = Drawing.of(layout, rank, group, limits=(8, 12, 6))
+    drawing = Drawing.of(layout, rank, group, limits=(8, 12, 8))
     legend = f"by {drawing.group}: * is its head" + ("" if rank is None else f", [ ] the one of rank {rank}")
     lines = [_style(drawing.title(), _BOLD, color), legend, "", *_grids(drawing, color), ""]
 
@@ -200,7 +200,8 @@ def _grid(drawing: Drawing, stage: int | None, digits: int, width: int, color: b
         # A narrow column holds the number alone.
         label = "" if column is None or column[1] else f"cp {column[0]}"
         starts += f"{label if len(label) <= (digits + 3) * drawing.layout.tp - 1 else label[3:]:{digits + 3}}"
-    lines = [_style(f"{f' stage {stage}':{width}}", _BOLD, color), f" {starts}"[:width].ljust(width)]
+    name = f" stage {stage}"
+    lines = [_style(name, _BOLD, color) + " " * (width - len(name)), f" {starts}"[:width].ljust(width)]
     for row in drawing.rows:
         cells = ""
         for column in drawing.columns:

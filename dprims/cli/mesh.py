@@ -49,7 +49,7 @@ def mesh(
     check: Annotated[
         Path | None,
         typer.Option(
-            help="Check a model's config.json: heads by tp, layers by pp, experts by ep. Exits 1 on a failure.",
+            help="Check a model's config.json: heads by tp, layers by pp, experts by ep; 1 is failure.",
             exists=True,
             dir_okay=False,
         ),
