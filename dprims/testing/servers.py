@@ -134,7 +134,7 @@ class Server(ABC):
         pid = self.pid
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_S
-        while os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is None:
+        while os.waitpid(pid, os.WUNTRACED | os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
                 raise BackendUnavailable(f"{self!r} still runs {_STOP_S:g} s after SIGSTOP")
             time.sleep(_POLL_S)
