@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 PYTEST := $(BIN)/python -m pytest
 READY := .venv/ready
 
-.PHONY: help demo test check lint types format chaos test-gpu bench docs constraints clean
+.PHONY: help demo test check lint types imports format chaos test-gpu bench docs constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
@@ -18,7 +18,7 @@ demo: $(READY) # a refit of real weights that survives a killed shard
 test: $(READY) # the tests, against real servers and real processes
 	$(PYTEST) $(ARGS)
 
-check: lint types # format, lint, types, imports
+check: lint types imports # format, lint, types, imports
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -26,6 +26,8 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+imports: $(READY)
 	$(BIN)/pyright
 
 format: $(READY) # rewrite the sources as `make check` wants them
