@@ -14,6 +14,8 @@ from ._messages import (
     Call,
     Cause,
     CellRead,
+    Claim,
+    Claimed,
     Condemn,
     Condemned,
     Deposed,
@@ -27,8 +29,6 @@ from ._messages import (
     LeaderEvent,
     Message,
     Publish,
-    ReadRecords,
-    RecordsRead,
     Replied,
     Reserve,
     SetCell,
@@ -40,6 +40,7 @@ from ._messages import (
 
 _Goal = Literal["recover", "sync", "only", "build"]
 _NOTHING = Version(0)
+_SWITCH: tuple[Kind, ...] = ("pause", "commit", "resume")
 
 
 class Leader:
@@ -87,7 +88,7 @@ class Leader:
     def _clear(self) -> None:
         """Forget what belongs to one operation."""
         self.calls: dict[int, Message] = {}  # the call that each seat owes an answer to
-        self.awaited: frozenset[object] = frozenset()  # answers of the backend that are owed
+        self.awaited: frozenset[tuple[object, ...]] = frozenset()  # answers of the backend that are owed
         self.holdings: dict[int, Holding] = {}
         self.outcomes: dict[tuple[Epoch, int], str] = {}
         self.plan: dict[int, tuple[Kind, ...]] = {}  # what each shard has still to do, step by step
@@ -157,7 +158,7 @@ class Leader:
         Silent: "_on_silent",
         Gone: "_on_gone",
         CellRead: "_on_cell",
-        RecordsRead: "_on_records",
+        Claimed: "_on_claimed",
         Fenced: "_on_fenced",
         Condemned: "_on_condemned",
         Stepped: "_on_stepped",
@@ -191,7 +192,7 @@ class Leader:
         self.calls[seat] = message
         self._out.append(Call(seat, message))
 
-    def _await(self, what: object, action: LeaderAction) -> None:
+    def _await(self, what: tuple[object, ...], action: LeaderAction) -> None:
         self.awaited |= {what}
         self._out.append(action)
 
@@ -262,10 +263,10 @@ class Leader:
         for epoch, version in sorted({held.staged for held in self.holdings.values() if held.staged}):
             value = f"{ABORT}: sealed by the leader of term {self.term}"
             self._await(("cell", epoch, version.number), SetCell(epoch, version.number, value))
-        self._await("records", ReadRecords())
+        self._await(("claim",), Claim(self.term))
 
-    def _on_records(self, event: RecordsRead) -> None:
-        self.awaited -= {"records"}
+    def _on_claimed(self, event: Claimed) -> None:
+        self.awaited -= {("claim",)}
         lives = [held.live for held in self.holdings.values() if held.live]
         served = [*lives, event.current] if event.current else lives
         self.version = max(served, default=_NOTHING)
@@ -283,7 +284,7 @@ class Leader:
             if decided:
                 version = decided.pop()
                 if all(version in (one.live, self._committed(one)) for one in held):
-                    self.plan[shard] = ("pause", "commit", "resume")
+                    self.plan[shard] = _SWITCH
                     self.verdicts[shard] = version
                     self.version = max(self.version, version)
             elif len(lives) == 1 and (live := lives.pop()):
@@ -386,12 +387,12 @@ class Leader:
             self.target = self.version
         else:
             self.target = Version(self.top if self.unused else self.top + 1)
-        self._await("fenced", Reserve(Version(max(self.top, self.target.number)), self.term))
+        self._await(("fenced",), Reserve(Version(max(self.top, self.target.number)), self.term))
 
     # ---- one sync ---------------------------------------------------------------------------------
 
     def _on_fenced(self, event: Fenced) -> None:
-        self.awaited -= {"fenced"}
+        self.awaited -= {("fenced",)}
         if not event.ok:
             self._stop(Cause("stale", None, f"a leader of a higher term than {self.term} has taken over"))
         elif self.phase == "publish":
@@ -483,12 +484,12 @@ class Leader:
             self.built = None
         for shard in self.members:
             if all(self.gone[seat] < self.roster[seat] for seat in self.seats[shard]):
-                self.plan[shard] = ("pause", "commit", "resume")
+                self.plan[shard] = _SWITCH
                 self.verdicts[shard] = self.target
 
     def _publish(self) -> None:
         self.phase = "publish"
-        self._await("fenced", Publish(self.version, self.term))
+        self._await(("fenced",), Publish(self.version, self.term))
 
     def _succeed(self) -> None:
         if self.goal == "recover":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from dprims.membership import Epoch
 
@@ -30,6 +30,7 @@ from ._messages import (
     WriteAbort,
 )
 
+_Status = Literal["ok", "refused", "error"]
 _NOWHERE = Epoch(0, 0)
 
 
@@ -125,27 +126,32 @@ class Member:
     # ---- calls ------------------------------------------------------------------------------------
 
     def _on_message(self, message: Message) -> None:
-        kind, epoch, number = message.kind, message.epoch, message.version.number
-        if not self.ready or message.incarnation != self.incarnation:
-            here = f"incarnation {self.incarnation}" if self.ready else "a process that is still joining"
-            self._answer(message, "error", f"meant for incarnation {message.incarnation}, this is {here}")
-        elif epoch < self.seen:
-            self._answer(message, "refused", f"epoch {epoch} is over, this rank is at {self.seen}")
-        elif epoch > self.seen and kind not in ("ask", "build"):
-            why = f"epoch {epoch} was never announced here, this rank is at {self.seen}"
-            self._answer(message, "error", why)
-        elif epoch == self.seen and number < self.number:
-            why = f"version {number} of epoch {epoch} is over, this rank is at {self.number}"
-            self._answer(message, "error", why)
+        objection = self._objection(message)
+        if objection:
+            self._answer(message, *objection)
+            return
+        opened = message.epoch > self.seen
+        self.seen, self.number = message.epoch, message.version.number
+        if opened:
+            self._cut()
+        if message.kind == "build":
+            self._build(message, opened=opened)
         else:
-            opened = epoch > self.seen
-            self.seen, self.number = epoch, number
-            if opened:
-                self._cut()
-            if kind == "build":
-                self._build(message, opened=opened)
-            else:
-                getattr(self, f"_{kind}")(message)
+            getattr(self, f"_{message.kind}")(message)
+
+    def _objection(self, message: Message) -> tuple[_Status, str] | None:
+        """Say why a message must not change anything here, or None."""
+        kind, epoch, version, incarnation = message
+        if not self.ready or incarnation != self.incarnation:
+            here = f"incarnation {self.incarnation}" if self.ready else "a process that is still joining"
+            return "error", f"meant for incarnation {incarnation}, this is {here}"
+        if epoch < self.seen:
+            return "refused", f"epoch {epoch} is over, this rank is at {self.seen}"
+        if epoch > self.seen and kind not in ("ask", "build"):
+            return "error", f"epoch {epoch} was never announced here, this rank is at {self.seen}"
+        if epoch == self.seen and version.number < self.number:
+            return "error", f"version {version.number} of epoch {epoch} is over, it is at {self.number}"
+        return None
 
     def _ask(self, message: Message) -> None:
         holding = Holding(self.live, self.staged, self.paused)
@@ -256,5 +262,5 @@ class Member:
         self.task = message
         self._out.append(Perform(message))
 
-    def _answer(self, message: Message, status: Any, why: str = "", digest: str = "") -> None:
+    def _answer(self, message: Message, status: _Status, why: str = "", digest: str = "") -> None:
         self._out.append(Answer(message, Reply(status, why, self.seen, digest)))

@@ -147,8 +147,8 @@ class CellRead:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordsRead:
-    """The answer to ReadRecords; None where nothing was ever written."""
+class Claimed:
+    """What a Claim found; None where no version was ever written."""
 
     reserved: Version | None
     current: Version | None
@@ -156,7 +156,7 @@ class RecordsRead:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The outcome of a Reserve or Publish: False when a higher term stands there."""
+    """The outcome of a Reserve or Publish; False when a higher term stands there, also for a Claim."""
 
     ok: bool
 
@@ -188,7 +188,7 @@ LeaderEvent = (
     | Silent
     | Gone
     | CellRead
-    | RecordsRead
+    | Claimed
     | Fenced
     | Condemned
     | Stepped
@@ -217,8 +217,13 @@ class SetCell:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRecords:
-    """Read ``refit/next`` and ``refit/current``; answer RecordsRead."""
+class Claim:
+    """Raise the fence of ``refit/next`` and ``refit/current`` to ``term`` and keep what stands there.
+
+    Atomic for each of the two; answer Claimed, or Fenced(False).
+    """
+
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +260,7 @@ class Finish:
     rebuilt: bool = False
 
 
-LeaderAction = Call | SetCell | ReadRecords | Reserve | Publish | Condemn | Finish
+LeaderAction = Call | SetCell | Claim | Reserve | Publish | Condemn | Finish
 
 
 # ---- into a member ----------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ from ._messages import (
     Cancel,
     Cause,
     CellRead,
+    Claim,
+    Claimed,
     Condemn,
     Condemned,
     Deposed,
@@ -54,9 +56,7 @@ from ._messages import (
     Perform,
     Performed,
     Publish,
-    ReadRecords,
     ReadTerm,
-    RecordsRead,
     Replied,
     Reply,
     Reserve,
@@ -71,6 +71,8 @@ from ._messages import (
     WriteAbort,
 )
 
+ReadRecords, RecordsRead = Claim, Claimed  # the names that drivers used before; to go
+
 __all__ = [
     "ABORT",
     "COMMIT",
@@ -81,6 +83,8 @@ __all__ = [
     "Cancel",
     "Cause",
     "CellRead",
+    "Claim",
+    "Claimed",
     "Condemn",
     "Condemned",
     "Deposed",
@@ -104,9 +108,7 @@ __all__ = [
     "Perform",
     "Performed",
     "Publish",
-    "ReadRecords",
     "ReadTerm",
-    "RecordsRead",
     "Replied",
     "Reply",
     "Reserve",
