@@ -183,7 +183,9 @@ def _context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch.distributed"])
+    # A function of a test file needs pytest in every process, and each would load it for itself.
+    loaded = [name for name in ("pytest", "numpy") if name in sys.modules]
+    context.set_forkserver_preload([__name__, "torch.distributed", *loaded])
     return context
 
 
