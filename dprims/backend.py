@@ -25,6 +25,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
@@ -115,6 +116,7 @@ class Ticket:
 
     @property
     def held(self) -> bool:
+        """Whether the server granted the lock to this ticket and nothing was heard of its end."""
         return self.token is not None and not self.gone
 
 
@@ -178,7 +180,7 @@ class Backend(ABC):
 
     @abstractmethod
     def evict(self, name: str, token: int) -> bool:
-        """End the holding of *name* under *token*, as if its holder had died. False when it was not held so."""
+        """End the holding of *name* under *token*, as if its holder had died; False if it was not held so."""
 
     # -- cells ----------------------------------------------------------------------------------
 
@@ -258,6 +260,22 @@ class Backend(ABC):
                 return token
             stands = after
 
+    def raise_fence(self, key: str, token: int) -> tuple[int, bytes]:
+        """Refuse lower tokens in a fenced cell from now on, and keep its value.
+
+        Returns the token that stands afterwards, higher than *token* when that was refused, and the
+        value, empty where none was ever written.
+        """
+        stands = self.get(key)
+        while True:
+            head, _, value = (stands or b"0:").partition(b":")
+            if int(head) >= token:
+                return int(head), value
+            after = self.compare_and_set(key, stands, b"%d:" % token + value)
+            if after == b"%d:" % token + value:
+                return token, value
+            stands = after
+
     def read_fenced(self, key: str) -> tuple[int, bytes] | None:
         """The token and value of a cell written by :meth:`write_fenced`, or None."""
         stands = self.get(key)
@@ -318,8 +336,7 @@ def resolve(backend: object) -> Backend:
     for base in type(backend).__mro__:
         scheme = _BY_PACKAGE.get(base.__module__.partition(".")[0])
         if scheme is not None:
-            cls, client = _load(scheme), backend
-            return _shared(id(client), lambda: cls(client=client))
+            return _shared(id(backend), partial(_load(scheme), client=backend))
     raise BackendMisconfigured(
         f"backend is a {type(backend).__name__}; expected None, a URL, a torch Store, "
         "a redis or etcd3 client, or a Backend"
@@ -360,7 +377,7 @@ def _close_shared() -> None:
         for backend in list(_SHARED.open.values()):
             try:
                 backend.close()
-            except Exception:  # the process is ending; the ttl frees what could not be given back
+            except Exception:  # noqa: BLE001 - the process is ending; the ttl frees what could not be given back
                 continue
 
 

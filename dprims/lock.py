@@ -375,7 +375,7 @@ def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     def run() -> None:
         try:
             outcome: tuple[Callable[[Any], None], Any] = (future.set_result, call())
-        except BaseException as error:  # whatever it is belongs to the awaiting task
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the awaiting task
             outcome = (future.set_exception, error)
         try:
             loop.call_soon_threadsafe(settle, *outcome)

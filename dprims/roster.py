@@ -114,7 +114,7 @@ class Roster:
     def watch(
         self, timeout: float | None = None, stop: threading.Event | None = None
     ) -> Iterator[RosterChange]:
-        """Yield the present members at once, then each change, until *timeout* seconds passed or *stop* is set.
+        """Yield the present members at once, then each change, for *timeout* seconds or until *stop* is set.
 
         Looks every quarter of the ttl: a lapse is a silence, which no server can announce sooner.
         """

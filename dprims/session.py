@@ -159,7 +159,7 @@ class Session:
 
 def _beat_interval(ticket: Ticket) -> float:
     """A third of the ttl, up to a tenth earlier, so that sessions do not beat in step."""
-    return ticket.ttl / 3 * random.uniform(0.9, 1.0)  # noqa: S311
+    return ticket.ttl / 3 * random.uniform(0.9, 1.0)
 
 
 _SESSIONS: dict[int, Session] = {}

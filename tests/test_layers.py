@@ -23,7 +23,7 @@ PROTOCOL = tuple(
 LOCKS = ("lock", "roster", "session", "record")
 MESH = ("mesh", "_mesh_*")
 SYNCHRONIZER = ("synchronizer", "synchronizer.*")
-BELOW = (*PURE, *LOCKS, *MESH, "backend", "tied")
+BELOW = (*PURE, *LOCKS, *MESH, "backend", "tied", "torchstore")
 CLIENTS = ("torch", "redis", "valkey", "etcd3", "grpc", "google")
 # A value or a state machine is told the time, and by whom; it does not look.
 OUTSIDE = ("asyncio", "datetime", "multiprocessing", "os", "random")
@@ -55,8 +55,9 @@ LAYERS = (
     Layer(("",), lazily=("backend", "layout", "lock", "membership", "mesh", "roster")),
     Layer(("__main__",), may=("cli",)),
     Layer(("backend",), lazily=("session",)),
+    Layer(("torchstore",), packages_lazily=("torch",)),
     Layer(("backends._*",), may=("backend", "backends.*"), packages=CLIENTS),
-    Layer(("backends", "backends.*"), may=("backend", "backends.*"), packages_lazily=CLIENTS),
+    Layer(("backends", "backends.*"), may=("backend", "backends.*", "torchstore"), packages_lazily=CLIENTS),
     Layer(LOCKS, may=("backend", *LOCKS)),
     Layer(("layout",), may=PURE, lazily=("mesh",), as_types=("tied",), never=OUTSIDE),
     Layer(("tied",), may=PURE, packages_lazily=("torch",)),

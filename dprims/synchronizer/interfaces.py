@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .calls import RefitCall, RefitSite
     from .plan import Bucket, Plan, TensorMeta
+    from .report import RefitReport
 
-__all__ = ["LendingSink", "WeightSink", "WeightSource"]
+__all__ = [
+    "Cluster",
+    "Generation",
+    "LendingSink",
+    "Policy",
+    "WeightSink",
+    "WeightSource",
+    "WeightSynchronizer",
+    "WorkerGroup",
+]
 
 # weights --------------------------------------------------------------------------------------------
 
@@ -94,3 +106,130 @@ class LendingSink(WeightSink, Protocol):
 
 
 # policy and generation ------------------------------------------------------------------------------
+
+
+class Cluster(Protocol):
+    """Where ranks run; asked only for what the policy or the generation does not know itself."""
+
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
+
+
+class WorkerGroup(Protocol):
+    """The shards of a generation: each lives, dies, pauses and commits as one."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The number of ranks of each shard, dead ones included."""
+        ...
+
+    def incarnation(self, shard: int) -> Sequence[int]:
+        """The incarnation of each rank of *shard* as it was last known."""
+        ...
+
+
+class Policy(Protocol):
+    """The trainers. Each method returns at once, with one future a rank, in seat order.
+
+    A seat is a rank's number in the complete fleet: trainers first, then the shards in order. The futures of
+    calls are done with a RefitAnswer, those of ``prepare_refit_info`` with a RankInfo; PeerLost says that
+    the rank's process is gone for good, any other exception that the call failed. A future is a
+    ``concurrent.futures.Future`` or has a ``.future()`` that gives one.
+    """
+
+    world_size: int
+    """The number of trainer ranks."""
+
+    def prepare_refit_info(self, site: RefitSite, known: Mapping[int, str]) -> Sequence[Any]:
+        """Have every trainer join at *site*, and say what it sends, where *known* has not its digest."""
+        ...
+
+    def init_collective(self, call: RefitCall) -> Sequence[Any]:
+        """Build the weight groups of ``call.epoch`` on the addressed ranks."""
+        ...
+
+    def broadcast_weights_for_collective(self, call: RefitCall) -> Sequence[Any]:
+        """Send the weights."""
+        ...
+
+    def rollback(self, call: RefitCall) -> Sequence[Any]:
+        """Give up what runs."""
+        ...
+
+    def ask(self, call: RefitCall) -> Sequence[Any]:
+        """Say what you hold, and follow ``call.epoch``'s term."""
+        ...
+
+
+class Generation(Protocol):
+    """The generation ranks; futures as for :class:`Policy`.
+
+    ``worker_group`` may be None or missing where a generation tracks no shards: then all of it is one.
+    """
+
+    worker_group: Any
+
+    def get_inference_world_size(self) -> int | None:
+        """The number of generation ranks, dead ones included; None when the cluster has to be asked."""
+        ...
+
+    def prepare_refit_info(self, info: RefitSite) -> Sequence[Any]:
+        """Have every rank join at the site; a rank that is gone has PeerLost."""
+        ...
+
+    def init_collective(self, call: RefitCall) -> Sequence[Any]:
+        """Build the weight groups of ``call.epoch`` on the addressed ranks."""
+        ...
+
+    def update_weights_from_collective(self, call: RefitCall) -> Sequence[Any]:
+        """Receive the weights into staging."""
+        ...
+
+    def pause(self, call: RefitCall) -> Sequence[Any]:
+        """Stop serving; done when work in flight has stopped or was fenced."""
+        ...
+
+    def commit(self, call: RefitCall) -> Sequence[Any]:
+        """Make what is staged live."""
+        ...
+
+    def resume(self, call: RefitCall) -> Sequence[Any]:
+        """Serve again."""
+        ...
+
+    def rollback(self, call: RefitCall) -> Sequence[Any]:
+        """Drop what is staged, and give up what runs."""
+        ...
+
+    def ask(self, call: RefitCall) -> Sequence[Any]:
+        """Say what you hold, and follow ``call.epoch``'s term."""
+        ...
+
+
+class WeightSynchronizer(ABC):
+    """Keeps the weights of a generation those of a policy."""
+
+    @abstractmethod
+    def init_communicator(self) -> None:
+        """Set up whatever carries the weights."""
+
+    @abstractmethod
+    def sync_weights(self, timer: Any = None, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
+        """Send the policy's weights to the generation."""
+
+    @property
+    @abstractmethod
+    def is_stale(self) -> bool:
+        """Whether the generation may hold other weights than the policy."""
+
+    @abstractmethod
+    def mark_stale(self) -> None:
+        """Say that the policy changed its weights."""
+
+    def reconcile_communicator(self, absent_shards: Sequence[int], force: bool = False) -> bool:
+        """Rebuild over the surviving shards; False where a synchronizer owns no membership."""
+        return False
+
+    def shutdown(self) -> None:  # noqa: B027 - nothing to do is a sound default
+        """Let go of what carries the weights."""

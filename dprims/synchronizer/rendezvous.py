@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..exceptions import BackendMisconfigured, BackendUnavailable
+from ..torchstore import serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -66,13 +67,10 @@ def leader_store(host: str | None = None, *, timeout_s: float = 30.0) -> tuple[T
         BackendMisconfigured: there is no usable address.
         BackendUnavailable: the store does not answer under the address that was chosen.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     address = choose_address(host)
-    bound = timedelta(seconds=timeout_s)
     try:
-        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=bound)
-    except RuntimeError as error:
+        store = serve_store(address, timeout_s=timeout_s)
+    except (OSError, RuntimeError) as error:
         raise BackendUnavailable(f"serving a TCPStore at {address} failed: {error}") from error
     return store, address, store.port
 

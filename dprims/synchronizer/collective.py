@@ -1,0 +1,623 @@
+"""``CollectiveWeightSynchronizer``: the leader of a fleet's refits.
+
+A thin shell around the pure :class:`~dprims.synchronizer.protocol.Leader`: it turns the machine's actions
+into calls to the policy and the generation and into operations on the backend, and what comes of them into
+events. Everything that takes time puts an event into one inbox, and one loop takes them out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+from ..backend import Backend, connect, resolve
+from ..exceptions import (
+    BackendError,
+    BackendMisconfigured,
+    DprimsError,
+    LockTimeout,
+    MembershipError,
+    PeerLost,
+    RefitError,
+    RefitTimeout,
+    StaleLeader,
+)
+from ..lock import DistributedLock, Grant
+from ..membership import RefitMembership, should_rebuild
+from ..roster import Roster
+from .calls import METHODS, RankInfo, RefitAnswer, RefitCall, RefitSite
+from .interfaces import Cluster, Generation, Policy, WeightSynchronizer
+from .plan import Plan
+from .protocol import (
+    BuildRequested,
+    Deposed,
+    Elected,
+    Epoch,
+    Kind,
+    Leader,
+    Stepped,
+    SyncRequested,
+    Version,
+)
+from .rendezvous import leader_store
+from .report import RefitReport
+from .run import Run
+from .settle import _settle_before_propagating, as_future
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .transfer import TransferStats
+
+log = logging.getLogger("dprims.synchronizer.collective")
+
+BUCKET_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
+ROSTER_LOOKS = 20
+"""How often the leader looks at the roster within one ttl."""
+
+
+class CollectiveWeightSynchronizer(WeightSynchronizer):
+    """Moves the weights of *policy* to *generation* through one weight group a pipeline stage.
+
+    Every wait is bounded: a whole sync by *refit_timeout_s* (None disarms it: then a rank that is silent
+    and yet in the roster blocks the sync until *stall_timeout_s*), the time without progress by
+    *stall_timeout_s*. A killed rank, a lapsed roster entry or a raised error ends the sync at once. After
+    any failure every shard is whole, at the old version or the new one, and the next
+    :meth:`reconcile_communicator` or :meth:`sync_weights` goes on with those that live.
+
+    *backend* (None, URL, client or Backend) keeps the leader lock, the roster and the decisions, and has
+    to outlive this process for another leader to take over. With None they live in a store that this
+    process serves at *host* (None: the policy's ``host`` where it has one, else an address that other hosts
+    can reach): enough for one controller. Several controllers on one backend wait for each
+    other; *fleet* names what they lead. *min_shards* is how few shards a sync may end with (BelowQuorum).
+    *verify* compares the digest of every bucket on both sides.
+
+    Call the methods from one thread at a time; a call beside a running one raises RefitError.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        generation: Generation,
+        train_cluster: Cluster | None = None,
+        inference_cluster: Cluster | None = None,
+        refit_timeout_s: float | None = 120.0,
+        *,
+        stall_timeout_s: float = 30.0,
+        backend: object = None,
+        host: str | None = None,
+        bucket_bytes: int | None = None,
+        min_shards: int = 1,
+        verify: bool = True,
+        roster_ttl_s: float = 5.0,
+        namespace: str = "dprims",
+        fleet: str = "refit",
+    ) -> None:
+        for name, seconds in (("refit_timeout_s", refit_timeout_s), ("stall_timeout_s", stall_timeout_s)):
+            if seconds is not None and not seconds > 0:
+                raise RefitError(f"{name} is {seconds!r}; expected seconds > 0")
+        self.policy = policy
+        self.generation = generation
+        self.train_cluster = train_cluster
+        self.inference_cluster = inference_cluster
+        self.refit_timeout_s = refit_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self.min_shards = min_shards
+        self.verify = verify
+        self._bucket_bytes = bucket_bytes or BUCKET_BYTES["cpu"]
+        self._host = host
+        self._given_backend = backend
+        self._opened: Backend | None = None
+        self._owns_backend = False
+        self.site = RefitSite("", namespace, fleet, roster_ttl_s)
+        self._store: Any = None
+        self.rendezvous: tuple[str, int] | None = None
+        self._leader: Leader | None = None
+        self._grant: Grant | None = None
+        self._roster: Roster | None = None
+        self._watching = threading.Event()
+        self._stages: tuple[int, ...] = ()
+        self._metas: dict[int, tuple[str, tuple[Any, ...]]] = {}
+        self.plans: tuple[bytes, ...] = ()
+        self._planned_for: tuple[Any, ...] = ()
+        self._sent_plans: tuple[bytes, ...] = ()
+        self._membership: RefitMembership | None = None
+        self._incarnations: dict[int, int] = {}
+        self._busy = threading.Lock()
+        self._run: Run | None = None
+
+    # -- what is known --------------------------------------------------------------------------------
+
+    @property
+    def is_stale(self) -> bool:
+        """True until the first success, after mark_stale, a failed sync, and a build that took anyone in."""
+        return self._leader is None or self._leader.stale
+
+    @property
+    def version(self) -> int:
+        """The number of the version that the fleet serves; 0 before the first sync."""
+        return 0 if self._leader is None else self._leader.version.number
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch of the newest build."""
+        return Epoch(0, 0) if self._leader is None else self._leader.epoch
+
+    @property
+    def membership(self) -> RefitMembership | None:
+        """Who was in the groups that were built last; None before the first build."""
+        return self._membership
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that keeps lock, roster and decisions; RefitError before init_communicator."""
+        if self._opened is None:
+            raise RefitError("no communicator yet: call init_communicator first")
+        return self._opened
+
+    def mark_stale(self) -> None:
+        """The trainers changed their weights: what the fleet serves is the version before."""
+        if self._leader is not None and self._leader.phase != "stopped":
+            self._leader.handle(Stepped())
+
+    # -- init -----------------------------------------------------------------------------------------
+
+    def init_communicator(self, timeout: float | None = None) -> None:
+        """Become the leader, settle what an earlier leader left in doubt, and build the weight groups.
+
+        Waits at most *timeout* seconds for the leader lock while another controller holds it (None: for
+        as long as that one lives). Metadata travels first, then the groups are built, over every shard
+        that is in. LockTimeout, PeerLost, HandshakeMismatch, RefitTimeout or BackendError on failure.
+        """
+        with self._alone("init_communicator"):
+            self._open_backend()
+            grant = DistributedLock(
+                f"{self.site.fleet}/leader",
+                self._opened,
+                namespace=self.site.namespace,
+                ttl=max(2 * self.site.roster_ttl_s, 2.0),
+                on_lost=lambda grant: self._depose(grant, "the leader lock was lost"),
+                label="refit leader",
+            ).acquire(timeout)
+            if grant is None:
+                raise LockTimeout(f"another controller leads fleet {self.site.prefix!r}, after {timeout} s")
+            self._retire()
+            self._grant = grant
+            try:
+                infos = self._prepare()
+                self._leader = Leader(self._fleet(), min_shards=self.min_shards)
+                self._watch_roster()
+                roster = self._read_roster(infos)
+                self._drive(Elected(grant.token, roster))
+                self._build(frozenset(), force=False)
+            except BaseException:
+                self._retire()
+                raise
+
+    def _open_backend(self) -> None:
+        if self._opened is not None:
+            return
+        host = self._host or getattr(self.policy, "host", None)
+        self._store, address, port = leader_store(host)
+        self.rendezvous = (address, port)
+        if self._given_backend is None:
+            self._opened = connect(
+                f"tcpstore://[{address}]:{port}" if ":" in address else f"tcpstore://{address}:{port}"
+            )
+            self._owns_backend = True
+        else:
+            self._opened = resolve(self._given_backend)
+        if not self._opened.url:
+            raise BackendMisconfigured(
+                f"{self._opened!r} has no URL that ranks could connect to; pass backend=URL"
+            )
+        self.site = RefitSite(self._opened.url, self.site.namespace, self.site.fleet, self.site.roster_ttl_s)
+        self._roster = Roster(
+            self.site.fleet, self._opened, namespace=self.site.namespace, ttl=self.site.roster_ttl_s
+        )
+
+    def _fleet(self) -> RefitMembership:
+        group = getattr(self.generation, "worker_group", None)
+        sizes = (self._inference_world_size(),) if group is None else tuple(group.sizes)
+        return RefitMembership.full(
+            train_world_size=self._train_world_size(), shard_sizes=sizes, stage_heads=self._stages
+        )
+
+    def _train_world_size(self) -> int:
+        if self.train_cluster is not None:
+            return self.train_cluster.world_size()
+        return self.policy.world_size
+
+    def _inference_world_size(self) -> int:
+        size = self.generation.get_inference_world_size()
+        if size is not None:
+            return size
+        if self.inference_cluster is None:
+            raise RefitError(
+                "the generation does not know its world size, and no inference_cluster was given"
+            )
+        return self.inference_cluster.world_size()
+
+    def _prepare(self) -> dict[int, RankInfo]:
+        """Have every rank in at this site, and learn what the trainers send. A dead rank is left out."""
+        known = {seat: digest for seat, (digest, _) in self._metas.items()}
+        handles = list(self.policy.prepare_refit_info(self.site, known))
+        trainers = len(handles)
+        handles += self.generation.prepare_refit_info(self.site)
+        asked = {seat: as_future(handle) for seat, handle in enumerate(handles)}
+        late = self._late(asked)
+        infos: dict[int, RankInfo] = {}
+        for seat, future in asked.items():
+            error = (
+                future.exception()
+                if seat not in late
+                else RefitTimeout(f"rank at seat {seat} did not answer prepare_refit_info")
+            )
+            if error is None:
+                infos[seat] = future.result()
+            elif seat < trainers:
+                raise error
+            else:
+                log.warning("seat %d takes no part: %s", seat, error)
+                if isinstance(error, PeerLost):
+                    self.evict(seat, self._incarnations.get(seat, 0))
+        self._note(infos)
+        return infos
+
+    def _late(self, asked: Mapping[int, Future[RankInfo]]) -> set[int]:
+        """Who has not answered in time. A rank that has left the roster is not waited for."""
+        deadline = time.monotonic() + 2 * self.site.roster_ttl_s + self.stall_timeout_s
+        late = set(asked)
+        while late and time.monotonic() < deadline:
+            wait([asked[seat] for seat in late], self.site.roster_ttl_s / ROSTER_LOOKS)
+            late = {seat for seat in late if not asked[seat].done()}
+            if late and all(self._was_in(seat) for seat in late):
+                members = self._need(self._roster).members()
+                if not any(str(seat) in members for seat in late):
+                    break
+        return late
+
+    def _was_in(self, seat: int) -> bool:
+        """Whether the process at *seat* has joined before; one that was started anew has not."""
+        group, leader = getattr(self.generation, "worker_group", None), self._leader
+        shard = None if group is None or leader is None else leader.fleet.shard_of(seat)
+        if leader is None or shard is None:
+            return bool(self._incarnations.get(seat))
+        return bool(group.incarnation(shard)[seat - leader.seats[shard][0]])
+
+    def _note(self, infos: Mapping[int, RankInfo]) -> None:
+        """Take in what the trainers send, and plan anew when it changed."""
+        heads = {info.stage: info for info in infos.values() if info.stage is not None}
+        if heads:
+            if sorted(heads) != list(range(len(heads))):
+                raise RefitError(
+                    f"the trainers head stages {sorted(heads)}; expected 0..{len(heads) - 1}, one each"
+                )
+            self._stages = tuple(heads[stage].seat for stage in sorted(heads))
+        for info in heads.values():
+            if info.metas is not None:
+                if info.seat in self._metas:
+                    log.info("stage %s: its tensors changed, planning again", info.stage)
+                self._metas[info.seat] = (info.digest, info.metas)
+        self._incarnations.update({info.seat: info.incarnation for info in infos.values()})
+
+    def _plan(self, kv_scales: Sequence[str]) -> None:
+        """One plan a stage; the scales travel with the last one."""
+        wanted = (tuple(self._metas[seat][0] for seat in self._stages), tuple(sorted(kv_scales)))
+        if wanted == self._planned_for:
+            return
+        last = len(self._stages) - 1
+        self.plans = tuple(
+            Plan.build(
+                self._metas[seat][1],
+                bucket_bytes=self._bucket_bytes,
+                kv_scales=kv_scales if stage == last else (),
+            ).to_bytes()
+            for stage, seat in enumerate(self._stages)
+        )
+        self._planned_for = wanted
+
+    # -- sync -----------------------------------------------------------------------------------------
+
+    def sync_weights(
+        self,
+        timer: Any = None,
+        kv_scales: Mapping[str, float] | None = None,
+        *,
+        only: Sequence[int] | None = None,
+    ) -> RefitReport:
+        """Send the trainers' weights to every shard that is in; commit on all of them, or on none.
+
+        ``only=[shard]`` brings one shard that came back to the version that the others serve, without
+        disturbing them; it is refused once the trainers have stepped. *kv_scales* travel after the weights.
+        *timer* is anything with ``time(name)`` that gives a context manager.
+
+        Raises the first error that any rank met, after all of them have unwound: PeerLost, RefitTimeout,
+        TransferCorrupt, HandshakeMismatch, RefitAborted (its cause is what a source or sink raised),
+        BelowQuorum, StaleLeader, BackendError. Then the fleet serves what it served before.
+        """
+        if only is not None and len(only) != 1:
+            raise RefitError(f"only is {list(only)}; expected one shard")
+        span = getattr(timer, "time", None)
+        timed: AbstractContextManager[Any] = (
+            nullcontext() if span is None else span("prepare_for_generation/transfer_and_update_weights")
+        )
+        with self._alone("sync_weights"), timed:
+            leader = self._lead()
+            began = time.monotonic()
+            infos = self._prepare()
+            self._plan(tuple(kv_scales or ()))
+            roster = self._read_roster(infos)
+            run = self._drive(
+                SyncRequested(roster, None if only is None else only[0]),
+                kv_scales=kv_scales or {},
+                began=began,
+            )
+            return self._report(leader, run)
+
+    def _report(self, leader: Leader, run: Run) -> RefitReport:
+        membership = run.membership
+        if membership is None:
+            raise RefitError("a sync succeeded without a membership")
+        heads = [run.stats[seat][stage] for stage, seat in enumerate(membership.stage_heads)]
+        stages: dict[int, dict[int, TransferStats]] = {}
+        for seat, by_stage in run.stats.items():
+            for stage, stats in by_stage.items():
+                stages.setdefault(stage, {})[seat] = stats
+        starts = [span.start for head in heads for span in head.spans if span.phase == "wire"]
+        stops = [
+            span.stop
+            for ranks in run.stats.values()
+            for s in ranks.values()
+            for span in s.spans
+            if span.phase == "wire"
+        ]
+        return RefitReport(
+            version=leader.version.number,
+            epoch=leader.epoch,
+            members=tuple(sorted(leader.current)),
+            absent=membership.absent,
+            nbytes=sum(stats.nbytes for stats in heads),
+            seconds=time.monotonic() - run.began,
+            wire_s=max(stops) - min(starts) if starts and stops else 0.0,
+            rebuilt=run.rebuilt,
+            phases=run.phases,
+            stages=stages,
+        )
+
+    # -- reconcile ------------------------------------------------------------------------------------
+
+    def reconcile_communicator(self, absent_shards: Sequence[int], force: bool = False) -> bool:
+        """Rebuild the weight groups over the shards that live, less *absent_shards*; say whether it was done.
+
+        False when nothing differs from what was built, unless *force* says that the groups are gone
+        although the members are the same; forced with nobody absent it rebuilds only if every member answers,
+        and returns False otherwise, so that the caller does not rebuild over a frozen rank. False, too, when
+        the generation has no worker group. A shard that is no longer named is taken in again once its ranks
+        are in the roster. A shard that fails during the rebuild is left out, and the rebuild is tried again.
+
+        BelowQuorum when too few are left; what the build raised otherwise.
+        """
+        with self._alone("reconcile_communicator"):
+            leader = self._lead()
+            absent = frozenset(absent_shards)
+            infos = self._prepare()
+            roster = self._read_roster(infos)
+            desired = self._desired_membership(
+                sorted(absent | self._not_in(roster)), self._train_world_size()
+            )
+            if desired is None:
+                return False
+            built = self._membership if leader.built is not None else None
+            if not should_rebuild(desired=desired, built=built, force=force):
+                return False
+            if force and not desired.absent and not self._all_answer(roster):
+                return False
+            return self._build(absent, force=force)
+
+    def _desired_membership(
+        self, absent_shards: Sequence[int], train_world_size: int
+    ) -> RefitMembership | None:
+        """The membership without *absent_shards*, or None for a generation that has no worker group."""
+        if getattr(self.generation, "worker_group", None) is None:
+            return None
+        fleet = self._fleet()
+        if train_world_size != fleet.train_world_size:
+            raise MembershipError(
+                f"train_world_size is {train_world_size}; the fleet has {fleet.train_world_size}"
+            )
+        desired = RefitMembership.full(
+            train_world_size=train_world_size,
+            shard_sizes=fleet.shard_sizes,
+            stage_heads=fleet.stage_heads,
+            incarnations=[
+                tuple(self._incarnations.get(seat, 0) for seat in fleet.seats_of(shard))
+                for shard in range(len(fleet.shard_sizes))
+            ],
+        )
+        return desired.without(*absent_shards).require(self.min_shards) if absent_shards else desired
+
+    def _not_in(self, roster: Sequence[int]) -> frozenset[int]:
+        fleet = self._fleet()
+        return frozenset(
+            shard
+            for shard in range(len(fleet.shard_sizes))
+            if not all(roster[seat] for seat in fleet.seats_of(shard))
+        )
+
+    def _all_answer(self, roster: Sequence[int]) -> bool:
+        """Whether every rank answers a call that changes nothing, within the grace."""
+        seats = {seat: incarnation for seat, incarnation in enumerate(roster) if incarnation}
+        futures = self.dispatch("ask", self.epoch, Version(0), seats).values()
+        return not _settle_before_propagating(list(futures), self.stall_timeout_s, "ask")
+
+    def _build(self, absent: frozenset[int], *, force: bool) -> bool:
+        """Build, and build again without whoever failed in it; a failure always leaves somebody out."""
+        self._plan(())
+        rounds = len(self._fleet().shard_sizes) + 1
+        for left in reversed(range(rounds)):
+            roster = self._read_roster({})
+            try:
+                return self._drive(BuildRequested(roster, absent, force)).rebuilt
+            except (PeerLost, RefitTimeout) as error:
+                if not left or not self._lost_a_shard(roster):
+                    raise
+                log.warning("the rebuild failed, trying again without who failed in it: %s", error)
+        raise RefitError("unreachable: the last round either returns or raises")
+
+    def _lost_a_shard(self, roster: Sequence[int]) -> bool:
+        leader = self._lead()
+        trainers = leader.trainers
+        lost = [seat for seat, gone in enumerate(leader.gone) if roster[seat] and gone >= roster[seat]]
+        return bool(lost) and not any(seat in trainers for seat in lost)
+
+    def take_desired(self, membership: RefitMembership) -> None:
+        """A build over *membership* is about to be dispatched, with the plans as they are now."""
+        self._membership = membership
+        self._sent_plans = self.plans
+
+    def plans_to_send(self) -> tuple[bytes, ...] | None:
+        """The plans, when they changed since the ranks got them; else None."""
+        if self._sent_plans == self.plans:
+            return None
+        self._sent_plans = self.plans
+        return self.plans
+
+    def _settle_budget_s(self) -> float:
+        """How long stragglers may take to unwind, from the dispatch: their own deadline, and a little."""
+        return (self.refit_timeout_s or 60.0) + 30.0
+
+    # -- shutdown -------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Give up the leadership and let go of stores and connections. Bounded; idempotent. Ends no rank."""
+        self._retire()
+        backend, self._opened = self._opened, None
+        if backend is not None and self._owns_backend:
+            with suppress(DprimsError):
+                backend.close()
+        self._owns_backend = False
+        self._store = self.rendezvous = None
+
+    def _retire(self) -> None:
+        self._watching.set()
+        grant, self._grant = self._grant, None
+        if grant is not None and not grant.lost:
+            with suppress(DprimsError):
+                grant.release()
+        self._leader = None
+
+    def __enter__(self) -> CollectiveWeightSynchronizer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # -- the roster -----------------------------------------------------------------------------------
+
+    def _read_roster(self, infos: Mapping[int, RankInfo]) -> tuple[int, ...]:
+        """The incarnation of each seat that is in, 0 for the others."""
+        roster = self._need(self._roster).members()
+        fleet = self._fleet()
+        size = fleet.train_world_size + sum(fleet.shard_sizes)
+        seats = [0] * size
+        for name, member in roster.items():
+            if name.isdecimal() and int(name) < size:
+                seats[int(name)] = member.incarnation
+        self._incarnations.update({seat: inc for seat, inc in enumerate(seats) if inc})
+        return tuple(seats)
+
+    def _watch_roster(self) -> None:
+        """Tell a running operation of every entry that lapses, for as long as this leader leads."""
+        self._watching = stop = threading.Event()
+        roster = self._need(self._roster)
+
+        def watch() -> None:
+            known: dict[str, int] = {}
+            while not stop.wait(roster.ttl / ROSTER_LOOKS):
+                try:
+                    now = {name: member.incarnation for name, member in roster.members().items()}
+                except BackendError as error:
+                    log.warning("the roster cannot be read: %s", error)
+                    continue
+                for name, incarnation in known.items():
+                    if now.get(name) != incarnation and name.isdecimal():
+                        self._gone(int(name), incarnation, f"the roster entry of seat {name} lapsed")
+                known = now
+
+        threading.Thread(target=watch, name="dprims-roster-watch", daemon=True).start()
+
+    def evict(self, seat: int, incarnation: int) -> bool:
+        """End the roster entry of a rank that is gone or condemned; whether it stood."""
+        return bool(incarnation) and bool(self._need(self._roster).evict(str(seat), incarnation))
+
+    def _gone(self, seat: int, incarnation: int, why: str) -> None:
+        run = self._run
+        if run is not None:
+            run.gone(seat, incarnation, why)
+
+    # -- driving the machine --------------------------------------------------------------------------
+
+    def _drive(
+        self, event: Any, *, kv_scales: Mapping[str, float] | None = None, began: float | None = None
+    ) -> Run:
+        """Run one operation of the leader to its end; raise what made it fail."""
+        run = self._run = Run(self, self._lead(), kv_scales or {}, began)
+        try:
+            run.to_the_end(event)
+        finally:
+            self._run = None
+        return run
+
+    def dispatch(
+        self, kind: Kind, epoch: Epoch, version: Version, seats: Mapping[int, int], **more: Any
+    ) -> dict[int, Future[RefitAnswer]]:
+        """Make one call to these seats, through the policy's and the generation's method for it."""
+        futures: dict[int, Future[RefitAnswer]] = {}
+        train_world_size = self._train_world_size()
+        for side, target, mine in (
+            ("policy", self.policy, {s: i for s, i in seats.items() if s < train_world_size}),
+            ("generation", self.generation, {s: i for s, i in seats.items() if s >= train_world_size}),
+        ):
+            if mine:
+                call = RefitCall(kind, epoch, version, mine, **more)
+                handles = getattr(target, METHODS[side][kind])(call)
+                if len(handles) != len(mine):
+                    raise RefitError(
+                        f"{side}.{METHODS[side][kind]} returned {len(handles)} futures for {len(mine)} ranks"
+                    )
+                futures.update(zip(mine, map(as_future, handles), strict=True))
+        return futures
+
+    def _depose(self, grant: Grant, why: str) -> None:
+        run = self._run
+        if run is not None and grant is self._grant:
+            run.inbox.put(Deposed(why))
+
+    def _lead(self) -> Leader:
+        if self._leader is None:
+            raise RefitError("no communicator yet: call init_communicator first")
+        if self._grant is not None and self._grant.lost:
+            self._leader.handle(Deposed("the leader lock was lost"))
+            raise StaleLeader(f"term {self._leader.term} is over: the leader lock was lost")
+        return self._leader
+
+    @staticmethod
+    def _need(value: Any) -> Any:
+        if value is None:
+            raise RefitError("no communicator yet: call init_communicator first")
+        return value
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RefitError(f"{what} was called while another thread drives this synchronizer")
+        try:
+            yield
+        finally:
+            self._busy.release()

@@ -1,0 +1,331 @@
+"""One operation of the leader, driven from its request to its end.
+
+The machine says what to do; this does it. Calls answer through callbacks into one inbox, so the loop never
+waits for anything but the next event or the next deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from ..exceptions import (
+    BackendError,
+    BelowQuorum,
+    DprimsError,
+    MembershipError,
+    PeerLost,
+    RefitAborted,
+    RefitError,
+    RefitTimeout,
+    StaleLeader,
+    TransferCorrupt,
+)
+from ..membership import RefitMembership
+from .calls import RefitAnswer
+from .protocol import (
+    Call,
+    Cause,
+    CellRead,
+    Claim,
+    Claimed,
+    Condemn,
+    Condemned,
+    Deposed,
+    Fenced,
+    Finish,
+    Gone,
+    Leader,
+    LeaderAction,
+    LeaderEvent,
+    Message,
+    Publish,
+    Replied,
+    Reply,
+    Reserve,
+    SetCell,
+    Silent,
+    Version,
+    current_key,
+    decision_key,
+    decode_decision,
+    decode_version,
+    encode_decision,
+    encode_version,
+    next_key,
+)
+from .settle import _settle_before_propagating
+from .transfer import TransferStats
+
+if TYPE_CHECKING:
+    from .collective import CollectiveWeightSynchronizer
+
+log = logging.getLogger("dprims.synchronizer.run")
+
+GRACE_S = 1.0
+"""How much longer than its ranks' own deadlines the leader waits: they know better what happened."""
+LAPSE_SLACK = 0.25
+"""The part of a ttl by which a lapse may be noticed late."""
+
+_ERRORS: Mapping[str, type[DprimsError]] = {
+    "lost": PeerLost,
+    "timeout": RefitTimeout,
+    "mismatch": TransferCorrupt,
+    "quorum": BelowQuorum,
+    "refused": MembershipError,
+    "stale": StaleLeader,
+}
+
+
+class Run:
+    """What belongs to one operation: its inbox, its deadlines, who failed in it and how, its times."""
+
+    def __init__(
+        self,
+        sync: CollectiveWeightSynchronizer,
+        leader: Leader,
+        kv_scales: Mapping[str, float],
+        began: float | None,
+    ) -> None:
+        self.sync = sync
+        self.leader = leader
+        self.kv_scales = kv_scales
+        self.began = time.monotonic() if began is None else began
+        self.inbox: queue.SimpleQueue[LeaderEvent] = queue.SimpleQueue()
+        self.stats: dict[int, Mapping[int, TransferStats]] = {}
+        self.membership: RefitMembership | None = None
+        self.rebuilt = False
+        self.phases: dict[str, float] = {}
+        self._mark = self.began
+        self._deadline = None if sync.refit_timeout_s is None else self.began + sync.refit_timeout_s
+        self._open: dict[int, tuple[Message, float | None]] = {}
+        self._unwound: dict[int, Future[None]] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._lost: dict[int, str] = {}
+        self._silent: list[int] = []
+        self._number = 0
+
+    def to_the_end(self, event: LeaderEvent) -> None:
+        """Feed *event* and all that follows from it to the machine; raise what the operation failed with."""
+        while True:
+            phase = self.leader.phase
+            actions = self.leader.handle(event)
+            self._clock(phase)
+            finish = self._perform(actions)
+            if finish is not None:
+                break
+            event = self._next_event()
+        self.rebuilt = finish.rebuilt
+        if finish.cause is not None:
+            raise self._error(finish.cause)
+
+    def gone(self, seat: int, incarnation: int, why: str) -> None:
+        """A rank can surely not serve any more; any thread may say so."""
+        self.inbox.put(Gone(seat, incarnation, why))
+        _resolve(self._unwound.get(seat))
+
+    # -- events -----------------------------------------------------------------------------------------
+
+    def _next_event(self) -> LeaderEvent:
+        overdue = min((due for _, due in self._open.values() if due is not None), default=None)
+        try:
+            event = self.inbox.get(timeout=None if overdue is None else max(overdue - time.monotonic(), 0.0))
+        except queue.Empty:
+            seat = min(self._open, key=lambda one: self._open[one][1] or float("inf"))
+            message, _ = self._open.pop(seat)
+            return Silent(seat, message)
+        if isinstance(event, Replied | Silent):
+            self._open.pop(event.seat, None)
+        elif isinstance(event, Gone):
+            self._open.pop(event.seat, None)
+            if self.leader.roster[event.seat] == event.incarnation:
+                self._lost.setdefault(event.seat, event.why)
+        return event
+
+    def _answered(self, seat: int, message: Message, future: Future[RefitAnswer]) -> None:
+        """A call came back, on whatever thread."""
+        error = future.exception()
+        if isinstance(error, PeerLost):
+            self.sync.evict(seat, message.incarnation)
+            self.gone(seat, message.incarnation, str(error))
+            return
+        if error is not None:
+            self._errors.setdefault(seat, error)
+            reply = Reply("error", f"{type(error).__name__}: {error}")
+        else:
+            answer = future.result()
+            reply = answer.reply
+            if answer.error is not None:
+                self._errors.setdefault(seat, answer.error)
+            if message.kind == "recv" and reply.status == "ok":
+                self.stats[seat] = answer.stats
+        self.inbox.put(Replied(seat, message, reply))
+        _resolve(self._unwound.get(seat))
+
+    # -- actions ----------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[LeaderAction]) -> Finish | None:
+        finish = None
+        for kind, group in groupby(
+            actions, key=lambda action: action.message.kind if isinstance(action, Call) else ""
+        ):
+            batch = list(group)
+            if kind:
+                self._call([action for action in batch if isinstance(action, Call)])
+                continue
+            for action in batch:
+                if isinstance(action, Finish):
+                    finish = action
+                elif isinstance(action, Condemn):
+                    self._condemn(action)
+                else:
+                    self._ask_backend(action)
+        return finish
+
+    def _ask_backend(self, action: LeaderAction) -> None:
+        try:
+            self.inbox.put(self._at_backend(action))
+        except BackendError as error:
+            self._errors.setdefault(-1, error)
+            self.inbox.put(Deposed(f"the backend gave no answer: {error}"))
+
+    def _at_backend(self, action: LeaderAction) -> LeaderEvent:
+        backend, prefix = self.sync.backend, self.sync.site.prefix
+        if isinstance(action, SetCell):
+            key = decision_key(prefix, action.epoch, action.number)
+            return CellRead(
+                action.epoch,
+                action.number,
+                decode_decision(backend.write_once(key, encode_decision(action.value))),
+            )
+        if isinstance(action, Reserve | Publish):
+            key = next_key(prefix) if isinstance(action, Reserve) else current_key(prefix)
+            return Fenced(
+                backend.write_fenced(key, encode_version(action.version), action.term) == action.term
+            )
+        if isinstance(action, Claim):
+            found = [backend.raise_fence(key, action.term) for key in (next_key(prefix), current_key(prefix))]
+            if any(token > action.term for token, _ in found):
+                return Fenced(False)
+            return Claimed(*(decode_version(value) if value else None for _, value in found))
+        raise RefitError(f"the machine asks for {action!r}, which this driver does not know")
+
+    def _condemn(self, action: Condemn) -> None:
+        """Fence a shard: its entries go now, and after their ttl it surely knows."""
+        log.warning("shard %d is condemned: its ranks leave the roster", action.shard)
+        try:
+            stood = [self.sync.evict(seat, incarnation) for seat, incarnation in action.entries]
+        except BackendError as error:
+            self.inbox.put(Deposed(f"the backend gave no answer: {error}"))
+            return
+        pause = self.sync.site.roster_ttl_s * (1 + LAPSE_SLACK) if any(stood) else 0.0
+        timer = threading.Timer(pause, self.inbox.put, (Condemned(action.shard),))
+        timer.daemon = True
+        timer.start()
+
+    def _call(self, calls: Sequence[Call]) -> None:
+        message = calls[0].message
+        self._number = message.version.number
+        messages = {call.seat: call.message for call in calls}
+        if message.kind == "rollback":
+            self._settle(messages)
+        now = time.monotonic()
+        long = message.kind in ("build", "recv")
+        timeout = self.sync.stall_timeout_s
+        if long:
+            timeout = float("inf") if self._deadline is None else max(self._deadline - now, 0.001)
+            self._unwound.update({seat: Future() for seat in messages})
+        due = None if timeout == float("inf") else now + timeout + GRACE_S
+        self._open.update({seat: (one, due) for seat, one in messages.items()})
+        more: dict[str, Any] = {}
+        if long:
+            more = self._baggage(message)
+            more["timeout_s"] = None if timeout == float("inf") else timeout
+        try:
+            futures = self.sync.dispatch(
+                message.kind,
+                message.epoch,
+                message.version,
+                {seat: one.incarnation for seat, one in messages.items()},
+                **more,
+            )
+        except Exception as error:  # an engine's own error, on its way to the caller
+            log.exception("%s could not be dispatched", message.kind)
+            failed: Future[RefitAnswer] = Future()
+            failed.set_exception(error)
+            futures = dict.fromkeys(messages, failed)
+        for seat, future in futures.items():
+            future.add_done_callback(_bound(self._answered, seat, messages[seat]))
+
+    def _baggage(self, message: Message) -> dict[str, Any]:
+        sync = self.sync
+        more: dict[str, Any] = {"stall_timeout_s": sync.stall_timeout_s, "verify": sync.verify}
+        self.membership = self.leader.membership
+        if message.kind == "build":
+            more |= {"membership": self.membership, "rendezvous": sync.rendezvous, "plans": sync.plans}
+            sync.take_desired(self.membership)
+        else:
+            more |= {"kv_scales": self.kv_scales, "plans": sync.plans_to_send()}
+        return more
+
+    def _settle(self, messages: dict[int, Message]) -> None:
+        """Have everybody out of the failed transfer; who does not come out is reported as silent."""
+        waiting = {seat: future for seat, future in self._unwound.items() if seat in messages}
+        budget = self.began + self.sync._settle_budget_s() - time.monotonic()
+        stuck = _settle_before_propagating(list(waiting.values()), budget, "refit")
+        for seat in (list(waiting)[place] for place in stuck):
+            self._silent.append(seat)
+            self.inbox.put(Silent(seat, messages.pop(seat)))
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def _error(self, cause: Cause) -> BaseException:
+        """The failure in the words of whoever knows best: a lost rank, else the first to raise by itself."""
+        own = [error for error in self._errors.values() if not isinstance(error, RefitAborted | PeerLost)]
+        kept = [error for error in own if not isinstance(error, RefitTimeout)]
+        where = f"epoch {self.leader.epoch}, version {self._number}"
+        if cause.what in ("quorum", "refused", "stale"):
+            failure: BaseException = _ERRORS[cause.what](cause.why)
+            failure.__cause__ = self._errors.get(-1)
+            return failure
+        if kept and isinstance(kept[0], DprimsError):
+            return kept[0]
+        if kept:
+            failure = RefitAborted(f"{where}: {type(kept[0]).__name__}: {kept[0]}")
+            failure.__cause__ = kept[0]
+            return failure
+        if self._lost:
+            failure = PeerLost(
+                f"{where}: " + "; ".join(f"seat {s}: {why}" for s, why in sorted(self._lost.items()))
+            )
+        else:
+            silent = f"; seats {self._silent} never answered" if self._silent else ""
+            failure = _ERRORS.get(cause.what, RefitAborted)(f"{where}: {cause.why}{silent}")
+            if own:
+                failure = RefitTimeout(f"{where}: {own[0]}{silent}")
+        failure.__cause__ = next(iter(self._errors.values()), None)
+        return failure
+
+    def _clock(self, phase: str) -> None:
+        now = time.monotonic()
+        phase = "prepare" if phase == "idle" else phase
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._mark
+        self._mark = now
+
+
+def _bound(function: Callable[..., None], *first: Any) -> Callable[[Any], None]:
+    return lambda last: function(*first, last)
+
+
+def _resolve(future: Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)
+
+
+__all__ = ["Run", "Version"]
