@@ -183,8 +183,10 @@ def _context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # A function of a test file needs pytest in every process, and each would load it for itself.
-    loaded = [name for name in ("pytest", "numpy") if name in sys.modules]
+    # What this process has loaded of them, the function will need too, and each rank would load it anew.
+    loaded = [
+        name for name in sys.modules if name in ("numpy", "pytest") or name.startswith("torch.distributed")
+    ]
     context.set_forkserver_preload([__name__, "torch.distributed", *loaded])
     return context
 
