@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import time
 from collections import deque
@@ -18,7 +17,8 @@ from ..exceptions import TransferCorrupt
 from .digest import ROW_BYTES, Digests
 from .group import CommGroup
 from .guard import Guard, Query, Work
-from .lanes import Lane, Span, TransferStats, empty, lane_for, timed
+from .lanes import Lane, Span, TransferStats, lane_for, timed
+from .packing import raw
 from .plan import Bucket, Plan
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Flight:
     bucket: Bucket
     regions: list[Tensor]
     held: list[Tensor]
-    release: Callable[[Tensor], None] | None = None
+    release: Callable[[], None] | None = None
     unload: Callable[[], None] | None = None
     arrival: Sequence[Work | Query] = ()
     works: list[Any] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Loop:
         """Buffers for packed buckets: as many as may be under way."""
         count = min(self.lane.depth, sum(bucket.lane == "packed" for bucket in self.plan.buckets))
         self.stats.buffer_bytes += count * self.plan.packed_bytes
-        return WireBuffers([empty(self.plan.packed_bytes, self.group.device) for _ in range(count)])
+        return WireBuffers([self.group.memory.take(self.plan.packed_bytes) for _ in range(count)])
 
     def make_room(self) -> None:
         """Wait until one more bucket may be under way."""
@@ -153,19 +153,18 @@ class Loop:
             self._flights.appendleft(flight)
             raise
         if flight.release is not None:
-            flight.release(flight.regions[0])
+            flight.release()
         if self._on_bucket is not None:
             self._on_bucket(index)
 
     def corrupt_copy(self, flight: Flight) -> None:
-        """On the sender: strike the faults that are due at this bucket; one that corrupts hits a copy."""
+        """On the sender: strike the faults that are due at this bucket; one that corrupts sends a copy."""
         if self.faults is None:
             return
 
         def copy() -> Tensor:
             flight.held.append(flight.regions[0])
             flight.regions[0] = flight.regions[0].clone()
-            flight.release = None
             return flight.regions[0]
 
         self.faults.at("bucket", self.rank, flight.bucket.index, buffer=copy)
@@ -185,7 +184,7 @@ class Loop:
             with self.lane.side():
                 mine = self._digests.finish()
                 self._exchange(mine)
-            self.stats.content = _content(mine)
+            self.stats.content = hashlib.sha256(raw(mine)).hexdigest()
 
     def compare_digests(self) -> None:
         """Receive the sender's digests, and compare. Raises TransferCorrupt."""
@@ -198,7 +197,7 @@ class Loop:
             differs = mine.ne(sent).nonzero().flatten()
         if differs.numel():
             raise TransferCorrupt(self._explain(self._digests, int(differs[0]), int(differs.numel())))
-        self.stats.content = _content(mine)
+        self.stats.content = hashlib.sha256(raw(mine)).hexdigest()
 
     def _exchange(self, digests: Tensor) -> None:
         if not digests.numel():
@@ -249,9 +248,3 @@ def _regions(bucket: Bucket) -> list[tuple[int, int]]:
     if bucket.lane == "packed":
         return [(0, bucket.nbytes)]
     return [(piece.offset, piece.offset + piece.stop - piece.start) for piece in bucket.pieces]
-
-
-def _content(digests: Tensor) -> str:
-    # torch's own way to bytes goes through numpy, which need not be there
-    host = digests.cpu()
-    return hashlib.sha256(ctypes.string_at(host.data_ptr(), host.nbytes)).hexdigest()

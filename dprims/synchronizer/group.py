@@ -16,15 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from ..exceptions import DeviceLost, RefitAborted
 from .graveyard import bury
 from .guard import POLL_S, Guard, Query
 from .handshake import handshake
+from .memory import Memory
 from .plan import Plan
 from .rendezvous import choose_address, join_store, leader_store
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 __all__ = ["CommGroup", "choose_address", "join_store", "leader_store"]
@@ -43,6 +45,7 @@ class CommGroup:
         rank, size: as in the group.
         backend: "gloo" or "nccl".
         device: where its tensors live.
+        memory: wire buffers, kept from one transfer to the next.
         broken: why it can carry nothing any more; None while it can.
     """
 
@@ -64,6 +67,7 @@ class CommGroup:
         self.size = size
         self.device = device
         self.backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
+        self.memory = Memory(device)
         self.op_timeout_s = op_timeout_s
         self.broken: str | None = None
 
@@ -108,7 +112,6 @@ class CommGroup:
             ValueError: rank, size, backend or device do not fit together.
             HandshakeMismatch, RefitError, RefitTimeout, RefitAborted: as `handshake`.
         """
-        import torch
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         where = torch.device(device)
@@ -243,7 +246,6 @@ class CommGroup:
 
 
 def _gloo(store: Any, rank: int, size: int, op_timeout_s: float, address: str | None) -> ProcessGroup:
-    import torch
     from torch.distributed import ProcessGroup, ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -269,7 +271,6 @@ def _nccl(
     op_timeout_s: float,
     half_built: list[ProcessGroup],
 ) -> ProcessGroup:
-    import torch
     from torch.distributed import ProcessGroup, ProcessGroupNCCL
 
     # the current device is per thread, and this is a thread of its own
@@ -290,8 +291,6 @@ def _abort_aside(pg: ProcessGroup, device: torch.device, name: str) -> None:
     """Abort NCCL's communicator on a daemon thread that nobody joins: it may never return."""
 
     def abort() -> None:
-        import torch
-
         try:
             torch.cuda.set_device(device)
             pg.abort()

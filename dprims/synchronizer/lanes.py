@@ -1,4 +1,4 @@
-"""What differs between devices in a transfer: streams, when bytes have arrived, free memory, and time.
+"""What differs between devices in a transfer: streams, when bytes have arrived, and time.
 
 The transfer's loop is written once; it asks a lane for these. On a CPU everything happens in the order in
 which it is written, and a work is waited for itself. On CUDA packing, digests and copies run on a side
@@ -12,15 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from .guard import Query, Work
 
-__all__ = ["CpuLane", "CudaLane", "Lane", "Span", "TransferStats", "empty", "lane_for", "timed"]
+__all__ = ["CpuLane", "CudaLane", "Lane", "Span", "TransferStats", "lane_for", "timed"]
 
 
 class Span(NamedTuple):
@@ -70,7 +68,7 @@ class TransferStats:
 class CpuLane:
     """Tensors in host memory, gloo."""
 
-    depth = 2
+    depth = 4
     """Buckets that may be under way at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -99,10 +97,6 @@ class CpuLane:
     def finish(self) -> list[Span]:
         """All spans so far."""
         return self.spans
-
-    def free_bytes(self) -> int | None:
-        """Memory that this process can still take; None where that is unknown."""
-        return _free_host_memory()
 
 
 class CudaLane:
@@ -163,11 +157,6 @@ class CudaLane:
             for phase, bucket, start, stop in self._timed
         ]
 
-    def free_bytes(self) -> int | None:
-        """Free on the device, and in torch's allocator."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return int(free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device))
-
 
 def _timing_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -187,25 +176,3 @@ def timed(spans: list[Span], phase: str, bucket: int) -> Iterator[None]:
     start = time.monotonic()
     yield
     spans.append(Span(phase, bucket, start, time.monotonic()))
-
-
-def empty(nbytes: int, device: torch.device) -> Tensor:
-    """Flat memory."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _free_host_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        stat = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-        cache = next(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
-    except (OSError, StopIteration, ValueError):
-        # no limit ("max"), or another kind of cgroup
-        return free
-    return min(free, max(0, limit - used + cache))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["dtype_of", "flat", "pack"]
+__all__ = ["dtype_of", "flat", "pack", "raw"]
 
 
 def pack(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -78,6 +79,12 @@ def _zeros(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
 def flat(tensor: Tensor) -> Tensor:
     """The tensor's bytes, one-dimensional; a copy only when it is not contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The tensor's bytes in host memory, without numpy, through which torch's own way goes."""
+    host = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(host.data_ptr(), host.nbytes)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -174,11 +174,11 @@ class Plan:
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
-        """All that a receiver gets, by name: what travels, then the aliases; scales are not among them."""
+        """All that a receiver is given, by name: what travels, the aliases, then each scale by itself."""
         weights = self.tensors[: len(self.tensors) - bool(self.kv_scales)]
         by_name = {meta.name: meta for meta in weights}
         shared = [TensorMeta(a, by_name[n].shape, by_name[n].dtype, n) for a, n in self.aliases]
-        return (*weights, *shared)
+        return (*weights, *shared, *(TensorMeta(name, (), "float32") for name in self.kv_scales))
 
     @property
     def packed_bytes(self) -> int:

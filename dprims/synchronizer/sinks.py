@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..exceptions import HandshakeMismatch, RefitError
-from .lanes import empty
+from .memory import Memory
 from .packing import flat
 from .plan import Bucket, Plan, TensorMeta
 
@@ -38,6 +38,7 @@ class _Sink:
         self.in_place = in_place
         self.version: int | None = None
         self._device = device
+        self._memory: Memory | None = None
         self._staged: dict[str, Tensor] = {}
         self._lent: set[int] = set()
         self._coming: int | None = None
@@ -126,6 +127,8 @@ class _Sink:
                 raise RefitError(
                     f"version {version} is staged without {missing[0]!r}, {len(missing)} are missing"
                 )
+            if self._memory is not None:
+                self._memory.trim()
             self._adopt(self._staged)
         self.version = version
         self.torn = False
@@ -141,16 +144,18 @@ class _Sink:
         self._coming = None
 
     def _lend(self, nbytes: int) -> Tensor:
-        memory = empty(nbytes, self._where())
+        if self._memory is None:
+            self._memory = Memory(self._where())
+        memory = self._memory.take(nbytes)
         if nbytes:
             self._lent.add(memory.untyped_storage().data_ptr())
         return memory
 
     def _where(self) -> torch.device:
-        if self._device is None:
-            first = next(iter(self._live().values()), None)
-            self._device = first.device if first is not None else torch.device("cpu")
-        return self._device
+        if self._device is not None:
+            return self._device
+        first = next(iter(self._live().values()), None)
+        return first.device if first is not None else torch.device("cpu")
 
     def _holds_all(self, plan: Plan, bucket: Bucket) -> bool:
         return all(self.holds(plan.tensors[piece.tensor].name) for piece in bucket.pieces)

@@ -14,6 +14,7 @@ When a transfer raises, its group is finished: over NCCL it was aborted, and not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ from .flights import Flight, Loop, WireBuffers
 from .group import CommGroup
 from .guard import Guard
 from .interfaces import LendingSink, WeightSink, WeightSource
-from .lanes import TransferStats, empty, lane_for
+from .lanes import TransferStats, lane_for
+from .memory import free_bytes
 from .packing import dtype_of, flat, pack
 from .plan import Bucket, Plan, TensorMeta
 from .sources import in_plan_order
@@ -92,7 +94,7 @@ def send(
                     with loop.lane.span("pack", bucket.index):
                         pack(buffer, parts, [piece.offset for piece in bucket.pieces])
                     # whatever was packed has been read by the time the bucket has left
-                    flight = Flight(bucket, [buffer], parts, release=buffers.give_back)
+                    flight = Flight(bucket, [buffer], parts, release=partial(buffers.give_back, buffer))
                 else:
                     regions = [data[p.start : p.stop] for data, p in zip(parts, bucket.pieces, strict=True)]
                     flight = Flight(bucket, regions, parts)
@@ -161,13 +163,12 @@ def lacks_memory(sink: WeightSink | None, plans: Sequence[Plan], device: torch.d
         plans: one a stage; wire buffers are taken for one at a time, staging for all.
         device: where the tensors go.
     """
-    lane = lane_for(device)
-    free = lane.free_bytes()
+    free = free_bytes(device)
     if free is None:
         return None
     lending = sink if isinstance(sink, LendingSink) else None
     staging = sum(lending.staging_bytes(plan) for plan in plans) if lending else 0
-    wire = max((lane.depth * plan.packed_bytes for plan in plans), default=0)
+    wire = max((lane_for(device).depth * plan.packed_bytes for plan in plans), default=0)
     if staging + wire <= free:
         return None
     return f"{staging} bytes of staging and {wire} of wire buffers are needed on {device}, {free} are free"
@@ -224,11 +225,11 @@ class _Unloading:
         if bucket.lane == "packed":
             lent = self._buckets.pop(bucket.index, None)
             buffer = self._buffers.take(bucket.nbytes) if lent is None else lent
-            release = self._buffers.give_back if lent is None else None
-            return Flight(bucket, [buffer], [], release, lambda: self._unpack(bucket, buffer))
+            release = partial(self._buffers.give_back, buffer) if lent is None else None
+            return Flight(bucket, [buffer], [], release, partial(self._unpack, bucket, buffer))
         regions = [self._region(piece.tensor, piece.start, piece.stop) for piece in bucket.pieces]
         whole = {p.tensor: self._tensors[p.tensor] for p in bucket.pieces if p.tensor in self._tensors}
-        return Flight(bucket, regions, list(whole.values()), None, lambda: self._hand_over(bucket, whole))
+        return Flight(bucket, regions, list(whole.values()), None, partial(self._hand_over, bucket, whole))
 
     def _region(self, index: int, start: int, stop: int) -> Tensor:
         """Memory for one piece of a large tensor: the sink's, or one that lives until the tensor is whole."""
@@ -240,7 +241,7 @@ class _Unloading:
         return self._tensors[index][start:stop]
 
     def _fresh(self, nbytes: int) -> Tensor:
-        memory = empty(nbytes, self._device)
+        memory = self._loop.group.memory.take(nbytes)
         self._loop.lane.follow()
         return memory
 
