@@ -1,8 +1,8 @@
 """Bounded access to torch Stores, whose own operations are not.
 
 A *line* is one connection and the one thread that uses it. A job runs on a line and is waited for;
-when the wait runs out the line is abandoned with whatever hangs in it, and the next job gets another.
-A torch client never reconnects, so a line that fails is dropped too.
+when the wait runs out the job is left to itself, and the next one gets another line. A torch client
+never reconnects, so a line on which a job fails is dropped.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotDone
 from typing import Any, TypeVar
 
-from dprims.exceptions import BackendError, BackendUnavailable
+from dprims.exceptions import BackendUnavailable
 
 T = TypeVar("T")
 Job = Callable[[Any], T]
 
-KEEP = 4
-"""How many idle lines are kept open."""
+KEEP = 64
+"""How many idle lines are kept open.
+
+Not few: whenever somebody connects, torch's server looks up that host's name, and a resolver that does
+not answer stops it for everybody meanwhile.
+"""
+
+MAX_OVERDUE = 8
+"""With how many jobs left to themselves no further one is begun."""
 
 
 class Line:
@@ -49,6 +56,9 @@ class Line:
         store: Any = None
         while (work := self._jobs.get()) is not None:
             job, future = work
+            if not future.set_running_or_notify_cancel():
+                self._lines.give_back(self)
+                continue
             try:
                 if store is None:
                     store = self._lines.dial()
@@ -66,7 +76,7 @@ class Line:
 
 
 class Lines:
-    """The lines to one store: as many as there are jobs at the same time, few of them kept."""
+    """The lines to one store: as many as there are jobs at the same time."""
 
     def __init__(self, dial: Callable[[], Any], who: str) -> None:
         self.dial = dial
@@ -74,31 +84,39 @@ class Lines:
         self._lock = threading.Lock()
         self._idle: list[Line] = []
         self._all: set[Line] = set()
+        self._overdue: set[Future[Any]] = set()
         self._closed = False
 
     def start(self, job: Job[T]) -> Future[T]:
-        """Run *job* on a line of its own; the caller bounds the wait, or the job itself does."""
-        return self._take().submit(job)
+        """Run *job* on a line that nobody else uses meanwhile."""
+        with self._lock:
+            if self._closed:
+                raise BackendUnavailable(f"{self._who} is closed")
+            if len(self._overdue) >= MAX_OVERDUE:
+                raise BackendUnavailable(f"{self._who} has not answered {len(self._overdue)} earlier calls")
+            if self._idle:
+                line = self._idle.pop()
+            else:
+                self._all.add(line := Line(self))
+            return line.submit(job)
 
-    def call(self, job: Job[T], timeout: float) -> T:
-        """Run *job* and return its result. BackendUnavailable after *timeout* seconds."""
-        line = self._take()
-        future = line.submit(job)
+    def result(self, future: Future[T], timeout: float) -> T:
+        """What :meth:`start` promised. After *timeout* seconds BackendUnavailable; the job may go on."""
         try:
             return future.result(timeout)
         except NotDone:
-            if future.done():  # the job itself ended in a TimeoutError, or just now
-                return future.result()
-            line.drop()
-            raise BackendUnavailable(f"{self._who} did not answer within {timeout:.3g} s") from None
-        except BackendError:
-            raise
-        except BaseException:  # an interrupt: whatever the job still does, nobody waits for it
-            line.drop()
-            raise
+            if future.done():  # the job itself raised it
+                raise
+        except CancelledError:
+            raise BackendUnavailable(f"{self._who} was closed meanwhile") from None
+        if not future.cancel():
+            with self._lock:
+                self._overdue.add(future)
+            future.add_done_callback(self._in_the_end)
+        raise BackendUnavailable(f"{self._who} did not answer within {timeout:.3g} s")
 
     def drop_idle(self) -> None:
-        """Close the idle lines: the server that they were open to is not there any more."""
+        """Close the idle lines: what they were open to is not there any more."""
         with self._lock:
             idle, self._idle = self._idle, []
         for line in idle:
@@ -108,24 +126,14 @@ class Lines:
         """Close every line and wait for their threads; one that hangs in the store is left behind."""
         with self._lock:
             self._closed = True
-            lines = list(self._all)
             self._idle = []
+            lines = list(self._all)
         for line in lines:
             line.drop()
         deadline = time.monotonic() + timeout
         for line in lines:
             if line.thread is not threading.current_thread():
                 line.thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _take(self) -> Line:
-        with self._lock:
-            if self._closed:
-                raise BackendUnavailable(f"{self._who} is closed")
-            if self._idle:
-                return self._idle.pop()
-            line = Line(self)
-            self._all.add(line)
-            return line
 
     def give_back(self, line: Line) -> None:
         """Called by a line that has finished its job: keep it for the next one, or close it."""
@@ -139,3 +147,7 @@ class Lines:
         """Called by a line whose thread ends."""
         with self._lock:
             self._all.discard(line)
+
+    def _in_the_end(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._overdue.discard(future)

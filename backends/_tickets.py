@@ -121,7 +121,8 @@ class Tickets:
     # -- own tickets --------------------------------------------------------------------------------
 
     def join(self, ticket: NumberedTicket) -> Steps[None]:
-        """Take a number; it holds the lock at once when it is its turn."""
+        """Take a number; it holds the lock at once when it is its turn. An earlier number is given up."""
+        yield from self.leave(ticket)
         for _ in range(_TRIES):
             if (yield from self._take_number(ticket)):
                 return

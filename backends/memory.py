@@ -28,6 +28,8 @@ class _Space:
 @dataclass(slots=True, eq=False)
 class _MemoryTicket(Ticket):
     turn: threading.Event = field(default_factory=threading.Event)
+    granted: int | None = None
+    """The token under which the queue has it as the holder; ``token`` once it has been told."""
 
 
 _SPACES: dict[str, _Space] = {}
@@ -62,6 +64,7 @@ class MemoryBackend(Backend):
         with self._space.changed:
             self._space.queues.setdefault(name, []).append(ticket)
             self._settle(name)
+            ticket.token = ticket.granted
         return ticket
 
     def await_turn(self, ticket: Ticket, timeout: float) -> bool:
@@ -74,8 +77,11 @@ class MemoryBackend(Backend):
                     queue.append(ticket)
                 ticket.proven = self.clock()
                 self._settle(ticket.name)
+                if not ticket.gone:
+                    ticket.token = ticket.granted
                 if ticket.held or ticket.gone:
                     return ticket.held
+                ticket.turn.clear()
                 ahead = queue[0]
             left = deadline - self.clock()
             if left <= 0:
@@ -101,7 +107,7 @@ class MemoryBackend(Backend):
     def queue(self, name: str) -> list[Place]:
         with self._space.changed:
             self._settle(name)
-            return [Place(name, ticket.token, ticket.record) for ticket in self._space.queues.get(name, ())]
+            return [Place(name, ticket.granted, ticket.record) for ticket in self._space.queues.get(name, ())]
 
     def held(self, prefix: str) -> list[Place]:
         with self._space.changed:
@@ -111,7 +117,7 @@ class MemoryBackend(Backend):
     def evict(self, name: str, token: int) -> bool:
         with self._space.changed:
             holder = next(iter(self._space.queues.get(name, ())), None)
-            return holder is not None and holder.token == token and self._remove(holder)
+            return holder is not None and holder.granted == token and self._remove(holder)
 
     def _remove(self, ticket: _MemoryTicket) -> bool:
         with self._space.changed:
@@ -129,11 +135,11 @@ class MemoryBackend(Backend):
         queue = self._space.queues.get(name, [])
         while queue and self.clock() >= queue[0].proven + queue[0].ttl:
             dead = queue.pop(0)
-            dead.gone = dead.token is not None
+            dead.gone, dead.granted = dead.token is not None, None
         if not queue:
             self._space.queues.pop(name, None)
-        elif queue[0].token is None:
-            queue[0].token = next(self._space.tokens)
+        elif queue[0].granted is None:
+            queue[0].granted = next(self._space.tokens)
             queue[0].turn.set()
 
     # -- cells ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 import uuid
@@ -25,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from dprims.backend import Backend, Guarantees, Place, Ticket, need
 from dprims.exceptions import BackendError, BackendMisconfigured, BackendUnavailable
+from dprims.torchstore import serve_store
 
 from ._lines import Job, Lines
 from ._tickets import CLOCK, NumberedTicket, Reading, Steps, Tickets, bell_of
@@ -34,6 +36,9 @@ T = TypeVar("T")
 _FOR_EVER = timedelta(days=7)
 _ABSENT = b"\0?"
 _SLACK_S = 0.2
+_GOODBYE_S = 1.0
+_DIAL_S = 30.0
+"""How long torch may take to connect: both ends look up names first. Nobody waits that long for it."""
 _PARENTS: list[Any] = []
 """Clients of a parent process: never used here, and never closed here either."""
 
@@ -52,6 +57,8 @@ class _StoreTicket(NumberedTicket):
     """The bell that is being waited for."""
     unwanted: bool = False
     """To be taken out of its queue by the next beat: what should have done so failed."""
+    joining: futures.Future[None] | None = None
+    """What gives it a number, which may still come after its time was up."""
 
 
 class TCPStoreBackend(Backend):
@@ -62,7 +69,7 @@ class TCPStoreBackend(Backend):
     address under which other hosts reach this one (a host in the URL is taken as it is). *client* is
     a torch Store to use instead: only its address and prefix are, over connections of our own.
 
-    ``?timeout=5`` (or *timeout*) bounds each operation in seconds; whatever takes longer raises
+    ``?timeout=8`` (or *timeout*) bounds each operation in seconds; whatever takes longer raises
     :class:`~dprims.exceptions.BackendUnavailable`. After the server was restarted the backend is of
     no use: close it and connect again.
     """
@@ -81,7 +88,7 @@ class TCPStoreBackend(Backend):
         ),
     )
 
-    def __init__(self, url: str = "", *, client: Any = None, timeout: float = 5.0) -> None:
+    def __init__(self, url: str = "", *, client: Any = None, timeout: float = 8.0) -> None:
         self._dist = need("torch.distributed", "torch")
         self._injected = client
         self._served: Any = None
@@ -93,6 +100,8 @@ class TCPStoreBackend(Backend):
         if self.guarantees.scope == "hosts":
             self.url = f"tcpstore://{_bracketed(self._host)}:{self._port}"
         self._mark = b""
+        self._in_doubt = client is None and self._served is None
+        """Whether the next connection has to find out first if there is a server at all."""
         self._start()
         try:
             self._call(lambda store: None)
@@ -108,6 +117,8 @@ class TCPStoreBackend(Backend):
         self._mutex = threading.Lock()
         self._open: set[_StoreTicket] = set()
         """What stands in some queue by our doing, and must not be left behind there."""
+        self._awaited: dict[futures.Future[None], str] = {}
+        """The cells that are waited for."""
 
     # -- queues -------------------------------------------------------------------------------------
 
@@ -139,7 +150,7 @@ class TCPStoreBackend(Backend):
 
     def release(self, ticket: Ticket) -> bool:
         ticket = _ours(ticket)
-        if ticket.token is None:
+        if ticket.token is None or ticket not in self._open:
             return False
         freed = self._end(ticket, lambda: self._tickets.release(ticket))
         ticket.gone = True
@@ -176,8 +187,16 @@ class TCPStoreBackend(Backend):
     def _join(self, ticket: _StoreTicket) -> None:
         with self._mutex:
             self._open.add(ticket)
+
+        def job(store: Any) -> None:
+            self._drive(self._tickets.join(ticket), store, lambda: ticket.unwanted)
+
+        def start() -> futures.Future[None]:
+            ticket.joining = self._lines.start(job)
+            return ticket.joining
+
         try:
-            self._run(lambda: self._tickets.join(ticket), self._limit(ticket))
+            self._bounded(start, self._limit(ticket))
         except BaseException:
             ticket.unwanted = True
             raise
@@ -199,7 +218,6 @@ class TCPStoreBackend(Backend):
         if ticket.void:
             with ticket.changing:
                 if not ticket.gone:
-                    self._run(lambda: self._tickets.leave(ticket), self._limit(ticket))
                     self._join(ticket)
         elif not ticket.held and not ticket.gone:
             self._listen(ticket)
@@ -233,9 +251,10 @@ class TCPStoreBackend(Backend):
         This session's beats keep it alive, so nobody else would ever pass it over.
         """
         with self._mutex:
-            lost = [t for t in self._open if (t.gone or t.unwanted) and not t.changing.locked()]
+            lost = [ticket for ticket in self._open if ticket.gone or ticket.unwanted]
         for ticket in lost:
-            self.leave(ticket)
+            if ticket.joining is None or ticket.joining.done():
+                self.leave(ticket)
 
     def _look(self, tickets: list[_StoreTicket], reading: Reading, timeout: float) -> float | None:
         """Time those ahead of our waiters in each queue, all at once."""
@@ -275,6 +294,8 @@ class TCPStoreBackend(Backend):
             # and ended by the peek below: a compare_set that fails on a missing key wakes who waits.
             limit = timedelta(seconds=left + _SLACK_S)
             waiting = self._lines.start(partial(_wait, keys=[cell], limit=limit))
+            self._awaited[waiting] = cell
+            waiting.add_done_callback(self._awaited.pop)
             done, _ = futures.wait([waiting], left)
             if not done:
                 value = self._call(lambda store: _peek(store, cell))
@@ -291,12 +312,21 @@ class TCPStoreBackend(Backend):
             return
         with self._mutex:
             tickets, self._open = list(self._open), set()
+        cells = set(self._awaited.values())
         for ticket in tickets:
             ticket.gone = True
             ticket.turn.set()
+
+        def wind_up(store: Any) -> None:
+            for ticket in tickets:  # which also ends the wait for its bell
+                self._drive(self._tickets.leave(ticket), store)
+            for cell in cells:
+                _peek(store, cell)
+            _do(store, "delete_key", f"beat/{self._session}")
+
         with suppress(BackendError):
-            self._call(lambda store: _do(store, "delete_key", f"beat/{self._session}"), 1.0)
-        self._lines.close(1.0)
+            self._call(wind_up, _GOODBYE_S)
+        self._lines.close(_GOODBYE_S)
         self._served = None
 
     def reconnect_after_fork(self) -> None:
@@ -331,10 +361,8 @@ class TCPStoreBackend(Backend):
             return host, port
         host = host or reachable_host()
         try:
-            self._served = self._dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, timeout=self._seconds
-            )
-        except RuntimeError as error:
+            self._served = serve_store(host, port, timeout_s=self._timeout)
+        except (OSError, RuntimeError) as error:
             raise BackendUnavailable(f"no store can be served at {url!r}: {_first_line(error)}") from error
         return host, self._served.port
 
@@ -367,25 +395,35 @@ class TCPStoreBackend(Backend):
         """A connection of our own, to the store that we know. Runs on the thread of its line."""
         store = self._injected
         if self.guarantees.scope == "hosts":
-            try:  # torch would retry, and print each failure
-                socket.create_connection((self._host, self._port), self._timeout).close()
-            except ConnectionRefusedError as error:
-                raise _ServerGone(f"nothing serves {self.url} any more, or yet: {error}") from error
-            except OSError as error:
-                raise BackendUnavailable(f"{self.url} cannot be reached: {error}") from error
+            if self._in_doubt:  # torch would retry, and print each failure
+                self._knock()
             try:
                 store = self._connect()
                 store.set_timeout(self._seconds)
             except RuntimeError as error:
+                self._in_doubt = True
                 raise BackendUnavailable(f"{self.url} is no torch store: {_first_line(error)}") from error
         self._check_mark(store)
+        self._in_doubt = False
         return store
+
+    def _knock(self) -> None:
+        """See whether anything listens."""
+        try:
+            with socket.create_connection((self._host, self._port), self._timeout) as probe:
+                reset = struct.pack("ii", 1, 0)  # gone before the server looks up whose it is
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        except ConnectionRefusedError as error:
+            raise _ServerGone(f"nothing serves {self.url} any more, or yet: {error}") from error
+        except OSError as error:
+            raise BackendUnavailable(f"{self.url} cannot be reached: {error}") from error
 
     def _connect(self) -> Any:
         if isinstance(self._injected, self._dist.PrefixStore):
             return self._injected.clone()  # the only way to keep its prefix
+        limit = timedelta(seconds=_DIAL_S)
         return self._dist.TCPStore(
-            self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._seconds
+            self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit
         )
 
     def _check_mark(self, store: Any) -> None:
@@ -407,7 +445,7 @@ class TCPStoreBackend(Backend):
     def _run(self, steps: Callable[[], Steps[T]], timeout: float | None = None) -> T:
         return self._call(lambda store: self._drive(steps(), store), timeout)
 
-    def _drive(self, steps: Steps[T], store: Any) -> T:
+    def _drive(self, steps: Steps[T], store: Any, stop: Callable[[], bool] = bool) -> T:
         reply = None
         while True:
             try:
@@ -415,19 +453,28 @@ class TCPStoreBackend(Backend):
             except StopIteration as done:
                 result: T = done.value
                 return result
+            if stop():
+                raise BackendUnavailable(f"{self.url} answered too late")
             reply = self.clock() if operation is CLOCK else _do(store, *operation)
 
     def _call(self, job: Job[T], timeout: float | None = None) -> T:
-        """Run *job* on some line; once more on a new one when its connection turns out to be broken."""
+        return self._bounded(lambda: self._lines.start(job), timeout)
+
+    def _bounded(self, start: Callable[[], futures.Future[T]], timeout: float | None = None) -> T:
+        """Wait for what *start* begins; once more on a new line when its connection proves broken."""
         if self._pid != os.getpid():
             self.reconnect_after_fork()
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         try:
-            return self._lines.call(job, deadline - time.monotonic())
+            return self._lines.result(start(), deadline - time.monotonic())
+        except BackendUnavailable:
+            self._in_doubt = True
+            raise
         except _Broken:
+            self._in_doubt = True
             self._lines.drop_idle()
         try:
-            return self._lines.call(job, deadline - time.monotonic())
+            return self._lines.result(start(), deadline - time.monotonic())
         except _Broken as error:
             raise BackendUnavailable(f"{self.url} broke off: {error}") from error
 

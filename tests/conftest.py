@@ -17,6 +17,10 @@ import pytest
 
 from dprims.testing.servers import EtcdServer, RedisServer, Server
 
+# torch's store server looks up the name of every client, and stands still while it waits for an answer:
+# no nameserver is asked here.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
 PR_SET_CHILD_SUBREAPER = 36
 LEFT_S = 5.0
 
