@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,47 +69,37 @@ class ModuleSource:
         self._dtype = dtype
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """See `WeightSource`."""
-        entries = self._entries()
-        plain = {
-            name: tensor.to_local() if _is_dtensor(tensor) else tensor for name, tensor in entries.items()
-        }
+        """See `WeightSource`. Shapes are the full ones."""
         metas = []
-        for meta in _describe(plain):
-            tensor = entries[meta.name]
-            dtype = self._cast(tensor.dtype)
-            moved = _is_dtensor(tensor) or dtype is not tensor.dtype
-            metas.append(
-                TensorMeta(
-                    meta.name, tuple(tensor.shape), _name_of(dtype), meta.alias_of, meta.strided and not moved
-                )
-            )
+        for meta in _describe(self._entries()):
+            dtype = self._cast(dtype_of(meta.dtype))
+            cast = _name_of(dtype) != meta.dtype
+            metas.append(replace(meta, dtype=_name_of(dtype), strided=meta.strided and not cast))
         return metas
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         entries = self._entries()
-        shared = _tied({n: t.to_local() if _is_dtensor(t) else t for n, t in entries.items()})
+        shared = _tied(entries)
         for name, entry in entries.items():
             if name in shared:
                 continue
-            tensor: Any = entry.full_tensor() if _is_dtensor(entry) else entry
-            dtype = self._cast(tensor.dtype)
-            device = self._device or tensor.device
-            if (dtype, device) != (tensor.dtype, tensor.device):
-                tensor = tensor.to(device=device, dtype=dtype, non_blocking=True)
-            yield name, tensor
+            whole: Any = entry.detach()
+            if _is_dtensor(whole):
+                whole = whole.full_tensor()
+            device, dtype = self._device or whole.device, self._cast(whole.dtype)
+            # a copy to the host that is not waited for may be read before it is done
+            yield name, whole.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
 
     def _cast(self, dtype: torch.dtype) -> torch.dtype:
         wide = dtype.is_floating_point and dtype.itemsize > 1
         return self._dtype if self._dtype is not None and wide else dtype
 
-    def _entries(self) -> dict[str, Any]:
+    def _entries(self) -> dict[str, Tensor]:
         entries = {}
-        for name, value in self._module.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
-                travels_as = self._names(name) if self._names is not None else name
-                if travels_as is not None:
-                    entries[travels_as] = value.detach()
+        for key, value in self._module.state_dict(keep_vars=True).items():
+            name = self._names(key) if self._names is not None else key
+            if name is not None and isinstance(value, Tensor):
+                entries[name] = value
         return entries
 
 
@@ -210,7 +201,13 @@ def _astray(name: str, count: int, plan: Plan, expected: TensorMeta | None) -> s
 def _describe(tensors: Mapping[str, Tensor]) -> list[TensorMeta]:
     shared = _tied(tensors)
     return [
-        TensorMeta(name, tuple(t.shape), _name_of(t.dtype), shared.get(name), not t.is_contiguous())
+        TensorMeta(
+            name,
+            tuple(t.shape),
+            _name_of(t.dtype),
+            shared.get(name),
+            not _is_dtensor(t) and not t.is_contiguous(),
+        )
         for name, t in tensors.items()
     ]
 
@@ -222,7 +219,10 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         if not tensor.numel():
             continue
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        # of a sharded tensor this rank may hold nothing: there the object itself has to be the same
+        place: Any = id(tensor)
+        if not _is_dtensor(tensor):
+            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         owner = first.setdefault(place, name)
         if owner != name:
             shared[name] = owner
