@@ -104,9 +104,8 @@ class Wire:
                 left = deadline - time.monotonic()
                 if once or left <= pause or self._closed:
                     self._silent = limit >= self.timeout or self._silent
-                    raise BackendUnavailable(
-                        f"{self.where} did not answer {commands[0][0]} within {limit:.3g} s: {failure}"
-                    ) from None
+                    asked_for = "" if once else f" to {commands[0][0]} within {limit:.3g} s"
+                    raise BackendUnavailable(f"{self.where}: no answer{asked_for}: {failure}") from None
             time.sleep(pause)
             pause = min(max(2 * pause, 0.01), 0.25)
 

@@ -1,0 +1,178 @@
+"""A command that runs while a lock is held, and is ended when the lock is lost.
+
+POSIX. The command gets a process group of its own, so that it ends with all that it started; in the
+foreground of a terminal it stays in ours, where job control and Ctrl-C find it. A watchdog ends it when
+this process is killed, which would otherwise leave it running without the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+import typer
+
+from ..exceptions import BackendError, LockLost
+from ..lock import DistributedLock, Grant
+
+STATUS_LOST = 75
+"""``EX_TEMPFAIL`` of sysexits.h: trying again is sensible."""
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+_PASSED_ON = (*_ENDING, *_FROM_TERMINAL, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it went: ``status`` is the command's, or 75 when the lock was lost."""
+
+    name: str
+    token: int
+    status: int
+    lost: bool
+
+
+def run_under(lock: DistributedLock, command: Sequence[str], grace: float) -> Outcome:
+    """Acquire *lock*, run *command*, release. Raises LockTimeout when the lock is not had in time."""
+    logging.getLogger("dprims").addHandler(logging.NullHandler())  # what matters is said here, once
+    lost = threading.Event()
+    lock.on_lost = lambda _: lost.set()
+    with _signals(_ENDING, _stop):
+        grant = lock.__enter__()
+        try:
+            status = _run(command, grant, lost, grace)
+        finally:
+            if _was_lost(grant):
+                lost.set()
+    if lost.is_set():
+        _say(f"lock {lock.name!r} (token {grant.token}) was lost; the command was ended")
+        status = STATUS_LOST
+    return Outcome(lock.name, grant.token, status, lost.is_set())
+
+
+def _run(command: Sequence[str], grant: Grant, lost: threading.Event, grace: float) -> int:
+    in_foreground = _in_foreground()
+    early: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        if in_foreground and number in _FROM_TERMINAL:
+            return  # the terminal has told the command itself
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
+
+    with _signals(_PASSED_ON, pass_on), _watchdog() as watch:
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "DPRIMS_TOKEN": str(grant.token)},
+                start_new_session=not in_foreground,
+            )
+        except OSError as error:
+            _say(f"{command[0]}: {error.strerror}")
+            return 127 if isinstance(error, FileNotFoundError) else 126
+        everything = process.pid if in_foreground else -process.pid
+        watch(everything)
+        for number in early:
+            process.send_signal(number)
+        ended = threading.Event()
+        threading.Thread(target=_end_when_lost, args=(everything, lost, ended, grace), daemon=True).start()
+        status = process.wait()
+        ended.set()
+        if lost.is_set() and not in_foreground:
+            _kill(everything, signal.SIGKILL)  # what the command has left running
+    return 128 - status if status < 0 else status
+
+
+def _end_when_lost(target: int, lost: threading.Event, ended: threading.Event, grace: float) -> None:
+    lost.wait()
+    if not ended.is_set():
+        _kill(target, signal.SIGTERM)
+        _kill(target, signal.SIGCONT)
+        if not ended.wait(grace):
+            _kill(target, signal.SIGKILL)
+
+
+def _kill(target: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(target, number)
+
+
+def _was_lost(grant: Grant) -> bool:
+    try:
+        grant.release()
+    except LockLost:
+        return True
+    except BackendError as error:
+        if grant.lost:
+            return True
+        _say(f"lock {grant.name!r} could not be released and lapses with its ttl: {error}")
+    return False
+
+
+@contextmanager
+def _signals(numbers: Sequence[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle *numbers* by *handler*, but for those that are ignored (nohup)."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, old in before.items():
+        if old != signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _stop(number: int, _: FrameType | None) -> NoReturn:
+    raise typer.Exit(128 + number)
+
+
+@contextmanager
+def _watchdog() -> Iterator[Callable[[int], object]]:
+    """A process that kills the target it is given when its stdin ends, which is when this process does."""
+    reads, writes = os.pipe()
+    watchdog = subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r target && { read -r _; kill -9 "$target"; }'],
+        stdin=reads,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(reads)
+    try:
+        yield lambda target: os.write(writes, b"%d\n" % target)
+    finally:
+        watchdog.kill()
+        watchdog.wait()
+        os.close(writes)
+
+
+def _in_foreground() -> bool:
+    """Whether this process is in the foreground of its terminal."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def _say(what: str) -> None:
+    print("dprims lock run:", *what.split(), file=sys.stderr)

@@ -1,0 +1,149 @@
+"""``dprims lock``: run a command under a lock, see who holds what, and break a lock."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from ..backend import Owner, check_name, connect
+from ..lock import DistributedLock
+from ..record import owner_of
+from ._columns import columns
+from ._under_lock import run_under
+
+lock = typer.Typer(help="Run a command under a lock; list, show and break locks.", no_args_is_help=False)
+
+Url = Annotated[str, typer.Argument(help="redis://, etcd://, tcpstore:// ...", show_default=False)]
+Name = Annotated[str, typer.Argument(help="The lock's name.", show_default=False)]
+Namespace = Annotated[str, typer.Option(help="Whose locks.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@lock.command()
+def run(
+    url: Url,
+    name: Name,
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="What to run, after --.", show_default=False)
+    ],
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait for the lock; without it, for ever.")
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Fail at once when the lock is held.")] = False,
+    ttl: Annotated[float, typer.Option(help="Seconds after which a dead holder's lock passes on.")] = 10.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds between SIGTERM and SIGKILL when the lock is lost.")
+    ] = 10.0,
+    label: Annotated[str, typer.Option(help="Shown to others who ask for the holder.")] = "",
+    namespace: Namespace = "dprims",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON after what the command printed.")
+    ] = False,
+) -> None:
+    """Run COMMAND while holding the lock NAME, like flock; exit as it does, with 128+n for signal n.
+
+    COMMAND finds the fencing token in DPRIMS_TOKEN. Signals are passed on to it. When the lock is lost,
+    it is ended (SIGTERM, then SIGKILL) and the status is 75; when the lock is not had in time, 1.
+    """
+    if no_wait and timeout is not None:
+        raise typer.BadParameter("cannot be used with --timeout", param_hint="--no-wait")
+    with connect(url) as backend:
+        guarded = DistributedLock(
+            name,
+            backend,
+            namespace=namespace,
+            ttl=ttl,
+            timeout=0 if no_wait else timeout,
+            label=label or command[0],
+        )
+        outcome = run_under(guarded, command, grace)
+    if as_json:
+        typer.echo(json.dumps(asdict(outcome)))
+    raise typer.Exit(outcome.status)
+
+
+@lock.command()
+def ls(
+    url: Url,
+    prefix: Annotated[str, typer.Argument(help="Only names that start so.")] = "",
+    namespace: Namespace = "dprims",
+    as_json: AsJson = False,
+) -> None:
+    """List the locks that are held, with their holders."""
+    start = f"{check_name('namespace', namespace)}/"
+    with connect(url) as backend:
+        held = {place.name.removeprefix(start): owner_of(place) for place in backend.held(start + prefix)}
+    if as_json:
+        typer.echo(json.dumps([{"name": name, **_data(owner)} for name, owner in held.items()]))
+    elif held:
+        rows = ((name, owner.token, owner, _ago(owner)) for name, owner in held.items())
+        typer.echo(columns(("NAME", "TOKEN", "HOLDER", "ASKED"), rows))
+
+
+@lock.command()
+def show(url: Url, name: Name, namespace: Namespace = "dprims", as_json: AsJson = False) -> None:
+    """Show who holds the lock NAME, and who waits for it, in order."""
+    with connect(url) as backend:
+        looked_at = DistributedLock(name, backend, namespace=namespace)
+        owner, waiters = looked_at.owner(), looked_at.waiters()
+    if as_json:
+        data = {"name": name, "owner": owner and _data(owner), "waiters": [_data(one) for one in waiters]}
+        typer.echo(json.dumps(data))
+        return
+    typer.echo(
+        f"{name} is held by {owner} since {_ago(owner)}, token {owner.token}" if owner else f"{name} is free"
+    )
+    for place, waiter in enumerate(waiters, 1):
+        typer.echo(f"{place:3d}. {waiter}, waiting since {_ago(waiter)}")
+
+
+@lock.command("break")
+def break_(
+    url: Url,
+    name: Name,
+    token: Annotated[
+        int | None, typer.Option(help="Break only the holding with this token.", show_default=False)
+    ] = None,
+    namespace: Namespace = "dprims",
+    as_json: AsJson = False,
+) -> None:
+    """Take the lock NAME from its holder, as if that had died; the next waiter has it then.
+
+    The holder learns so at its next heartbeat and may work on until then: only the token protects
+    the resource. Exit status 1 when the lock is not held, or not under that token.
+    """
+    with connect(url) as backend:
+        broken = DistributedLock(name, backend, namespace=namespace)
+        owner = broken.owner()
+        full_name = f"{namespace}/{name}"
+        done = (
+            owner is not None
+            and owner.token is not None
+            and token in (None, owner.token)
+            and backend.evict(full_name, owner.token)
+        )
+    if as_json:
+        typer.echo(json.dumps({"name": name, "broken": done, "owner": owner and _data(owner)}))
+    elif done:
+        typer.echo(f"{name} was taken from {owner}")
+    else:
+        held = f"held with token {owner.token}, not {token}" if owner and token else "not held"
+        typer.echo(f"dprims lock break: {name} is {held}", err=True)
+    raise typer.Exit(0 if done else 1)
+
+
+def _data(owner: Owner) -> dict[str, Any]:
+    return asdict(owner)
+
+
+def _ago(owner: Owner) -> str:
+    """How long ago its own host's clock says it asked."""
+    seconds = max(time.time() - owner.since, 0)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

@@ -1,0 +1,32 @@
+"""``dprims roster``: who is in a roster right now."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ..backend import connect
+from ..roster import Roster
+from ._columns import columns
+
+
+def roster(
+    url: Annotated[str, typer.Argument(help="redis://, etcd://, tcpstore:// ...", show_default=False)],
+    name: Annotated[str, typer.Argument(help="The roster's name.", show_default=False)],
+    namespace: Annotated[str, typer.Option(help="Whose rosters.")] = "dprims",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the live members of the roster NAME: incarnation, process and payload of each."""
+    with connect(url) as backend:
+        members = Roster(name, backend, namespace=namespace).members().values()
+    if as_json:
+        typer.echo(json.dumps([asdict(member) for member in members]))
+    elif members:
+        rows = (
+            (one.name, one.incarnation, one.owner, "" if one.payload is None else json.dumps(one.payload))
+            for one in members
+        )
+        typer.echo(columns(("MEMBER", "INCARNATION", "PROCESS", "PAYLOAD"), rows))

@@ -1,0 +1,370 @@
+"""``dprims lock`` and ``dprims roster``, as programs, against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import dprims
+from dprims.testing.servers import RedisServer
+
+LIMIT = 60.0
+ROOT = Path(__file__).resolve().parent.parent
+DPRIMS = [sys.executable, "-m", "dprims"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def backend(redis_server: RedisServer) -> Iterator[dprims.Backend]:
+    with dprims.connect(redis_server.url) as backend:
+        yield backend
+
+
+@pytest.fixture
+def name() -> str:
+    return f"cli {uuid.uuid4().hex}"
+
+
+def until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not what():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*DPRIMS, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
+    )
+
+
+class Started:
+    """A program that runs, and what it has said so far."""
+
+    def __init__(self, *command: str) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, env=ENVIRONMENT, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0
+        )
+        self.said = b""
+
+    def until_said(self, text: bytes) -> None:
+        deadline = time.monotonic() + LIMIT
+        while text not in self.said:
+            assert select.select([self.process.stdout], [], [], max(deadline - time.monotonic(), 0))[0]
+            chunk = os.read(self.process.stdout.fileno(), 4096)
+            assert chunk, (self.said, self.process.stderr.read())
+            self.said += chunk
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, (self.said + out).decode(), err.decode()
+
+
+def holding(url: str, name: str, script: str, *options: str) -> Started:
+    """A shell script under the lock *name*, which has said "go"."""
+    started = Started(
+        *DPRIMS, "lock", "run", url, name, *options, "--", "/bin/sh", "-c", f"echo go; {script}"
+    )
+    started.until_said(b"go\n")
+    return started
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# -- run ------------------------------------------------------------------------------------------
+
+
+def test_run_exports_the_token_and_exits_as_the_command_does(redis_server: RedisServer, name: str) -> None:
+    script = "cat; echo token $DPRIMS_TOKEN; echo err >&2; exit 7"
+    run = subprocess.run(
+        [*DPRIMS, "lock", "run", redis_server.url, name, "--", "/bin/sh", "-c", script],
+        env=ENVIRONMENT,
+        input="from stdin\n",
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert run.returncode == 7
+    assert re.fullmatch(r"from stdin\ntoken \d{16,}\n", run.stdout)
+    assert run.stderr == "err\n"
+
+
+def test_run_as_json(redis_server: RedisServer, name: str) -> None:
+    run = call("lock", "run", "--json", redis_server.url, name, "--", "/bin/sh", "-c", "echo $DPRIMS_TOKEN")
+    token, outcome = run.stdout.splitlines()
+    assert json.loads(outcome) == {"name": name, "token": int(token), "status": 0, "lost": False}
+    assert run.returncode == 0
+
+
+def test_a_command_that_a_signal_killed(redis_server: RedisServer, name: str) -> None:
+    assert (
+        call("lock", "run", redis_server.url, name, "--", "/bin/sh", "-c", "kill -9 $$").returncode == 128 + 9
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_are_passed_on(redis_server: RedisServer, name: str, number: signal.Signals) -> None:
+    script = f"trap 'echo got; exit 5' {number.name[3:]}; echo ready; while :; do sleep 0.05; done"
+    with holding(redis_server.url, name, script) as run:
+        run.until_said(b"ready")
+        run.process.send_signal(number)
+        assert run.end() == (5, "go\nready\ngot\n", "")
+
+
+def test_the_lock_is_held_while_the_command_runs_and_free_afterwards(
+    redis_server: RedisServer, backend: dprims.Backend, name: str
+) -> None:
+    lock = dprims.DistributedLock(name, backend)
+    with holding(redis_server.url, name, "read line", "--label", "me") as run:
+        assert lock.owner().label == "me"
+        assert lock.owner().pid == run.process.pid
+        run.process.stdin.write(b"\n")
+        assert run.end()[0] == 0
+    assert lock.owner() is None
+
+
+@pytest.mark.parametrize("options", [["--no-wait"], ["--timeout", "0.2"]])
+def test_a_lock_that_is_not_had_in_time(
+    redis_server: RedisServer, backend: dprims.Backend, name: str, options: list[str]
+) -> None:
+    with dprims.DistributedLock(name, backend, label="somebody"):
+        run = call("lock", "run", redis_server.url, name, *options, "--", "echo", "ran")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert re.fullmatch(
+        f"dprims: lock '{name}' was not acquired .* held by somebody pid {os.getpid()}.*\n", run.stderr
+    )
+
+
+def test_a_signal_while_waiting_leaves_the_queue(
+    redis_server: RedisServer, backend: dprims.Backend, name: str
+) -> None:
+    lock = dprims.DistributedLock(name, backend)
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        with lock, Started(*DPRIMS, "lock", "run", redis_server.url, name, "--", "echo", "ran") as run:
+            until(lock.waiters)
+            run.process.send_signal(number)
+            assert run.end()[:2] == (status, "")
+            assert lock.waiters() == []
+
+
+def test_a_lost_lock_ends_the_command_and_what_it_started(
+    redis_server: RedisServer, backend: dprims.Backend, name: str
+) -> None:
+    script = "sleep 1000 & echo child $!; wait"
+    with holding(redis_server.url, name, script, "--ttl", "0.5", "--json") as run:
+        run.until_said(b"child")
+        run.until_said(b"\n")
+        child = int(run.said.split()[-1])
+        owner = dprims.DistributedLock(name, backend).owner()
+        assert backend.evict(f"dprims/{name}", owner.token)
+        status, out, err = run.end()
+    assert status == 75
+    assert err == f"dprims lock run: lock '{name}' (token {owner.token}) was lost; the command was ended\n"
+    assert json.loads(out.splitlines()[-1]) == {
+        "name": name,
+        "token": owner.token,
+        "status": 75,
+        "lost": True,
+    }
+    until(lambda: gone(child))
+
+
+def test_a_command_that_ignores_sigterm_is_killed(
+    redis_server: RedisServer, backend: dprims.Backend, name: str
+) -> None:
+    script = "trap '' TERM; echo deaf; while :; do sleep 0.05; done"
+    with holding(redis_server.url, name, script, "--ttl", "0.3", "--grace", "0.2") as run:
+        run.until_said(b"deaf")
+        assert backend.evict(f"dprims/{name}", dprims.DistributedLock(name, backend).owner().token)
+        assert run.end()[0] == 75
+
+
+def test_a_server_that_is_gone_for_a_ttl_ends_the_command(private_redis: RedisServer, name: str) -> None:
+    with holding(private_redis.url, name, "sleep 1000", "--ttl", "0.5") as run:
+        private_redis.kill()
+        status, _, err = run.end()
+    assert status == 75
+    assert err.count("\n") == 1
+
+
+def test_a_killed_dprims_takes_its_command_along(
+    redis_server: RedisServer, backend: dprims.Backend, name: str
+) -> None:
+    with holding(redis_server.url, name, "echo me $$; sleep 1000", "--ttl", "0.5") as run:
+        run.until_said(b"me")
+        run.until_said(b"\n")
+        child = int(run.said.split()[-1])
+        run.process.kill()
+        until(lambda: gone(child))
+    dprims.DistributedLock(name, backend).acquire(LIMIT).release()
+
+
+def test_on_a_terminal_ctrl_c_reaches_the_command_once(redis_server: RedisServer, name: str) -> None:
+    spawn = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+    script = "trap 'echo got' INT; echo go; read line; read line; echo done; exit 3"
+    terminal = [sys.executable, "-c", spawn]
+    with Started(
+        *terminal, *DPRIMS, "lock", "run", redis_server.url, name, "--", "/bin/sh", "-c", script
+    ) as run:
+        run.until_said(b"go")
+        run.process.stdin.write(b"\x03")
+        run.until_said(b"got")
+        run.process.stdin.write(b"\n\n")
+        run.until_said(b"done")
+        status, out, _ = run.end()
+    assert status == 3
+    assert out.count("got") == 1
+
+
+def test_a_command_that_cannot_be_started(redis_server: RedisServer, tmp_path: Path, name: str) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    for command, status in (("no-such-program", 127), (str(plain), 126)):
+        run = call("lock", "run", redis_server.url, name, "--", command)
+        assert run.returncode == status
+        assert run.stderr.startswith(f"dprims lock run: {command}: ")
+        assert run.stderr.count("\n") == 1
+
+
+# -- ls, show, break ------------------------------------------------------------------------------
+
+
+def test_ls_show_and_break(redis_server: RedisServer, backend: dprims.Backend, name: str) -> None:
+    url = redis_server.url
+    lock = dprims.DistributedLock(name, backend, label="holder")
+    other = dprims.DistributedLock(f"{name} b", backend)
+    grant = lock.acquire()
+    with other, Started(*DPRIMS, "lock", "run", url, name, "--label", "next", "--", "true") as run:
+        until(lock.waiters)
+        head, first, second = call("lock", "ls", url, name).stdout.splitlines()
+        assert head.split() == ["NAME", "TOKEN", "HOLDER", "ASKED"]
+        assert re.fullmatch(rf"{name}\s+{grant.token}\s+holder pid {os.getpid()} on .* s ago", first)
+        assert second.startswith(f"{name} b")
+        listed = json.loads(call("lock", "ls", url, "--json", name).stdout)
+        assert [(one["name"], one["pid"]) for one in listed] == [
+            (name, os.getpid()),
+            (f"{name} b", os.getpid()),
+        ]
+        assert listed[0]["token"] == grant.token
+
+        held, waits = call("lock", "show", url, name).stdout.splitlines()
+        assert held.startswith(f"{name} is held by holder pid {os.getpid()}")
+        assert waits.startswith(f"  1. next pid {run.process.pid}")
+        shown = json.loads(call("lock", "show", url, name, "--json").stdout)
+        assert (shown["name"], shown["owner"]["token"]) == (name, grant.token)
+        assert [(waiter["pid"], waiter["token"]) for waiter in shown["waiters"]] == [(run.process.pid, None)]
+
+        refused = call("lock", "break", url, name, "--token", "1")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert refused.stderr == f"dprims lock break: {name} is held with token {grant.token}, not 1\n"
+        broken = json.loads(call("lock", "break", url, name, "--json").stdout)
+        assert (broken["broken"], broken["owner"]["token"]) == (True, grant.token)
+        assert run.end()[0] == 0
+        with pytest.raises(dprims.LockLost):
+            grant.verify()
+        with pytest.raises(dprims.LockLost):
+            grant.release()
+
+
+def test_looking_at_nothing(redis_server: RedisServer, name: str) -> None:
+    url = redis_server.url
+    assert call("lock", "show", url, name).stdout == f"{name} is free\n"
+    shown = call("lock", "show", url, name, "--json")
+    assert json.loads(shown.stdout) == {"name": name, "owner": None, "waiters": []}
+    assert call("lock", "ls", url, name).stdout == ""
+    assert json.loads(call("lock", "ls", url, name, "--json").stdout) == []
+    broken = call("lock", "break", url, name)
+    assert (broken.returncode, broken.stderr) == (1, f"dprims lock break: {name} is not held\n")
+
+
+def test_namespaces_are_apart(redis_server: RedisServer, backend: dprims.Backend, name: str) -> None:
+    with dprims.DistributedLock(name, backend, namespace="theirs"):
+        assert json.loads(call("lock", "show", redis_server.url, name, "--json").stdout)["owner"] is None
+        theirs = call("lock", "ls", redis_server.url, name, "--json", "--namespace", "theirs")
+        assert [one["name"] for one in json.loads(theirs.stdout)] == [name]
+
+
+def test_roster(redis_server: RedisServer, backend: dprims.Backend, name: str) -> None:
+    url = redis_server.url
+    assert json.loads(call("roster", url, name, "--json").stdout) == []
+    assert call("roster", url, name).stdout == ""
+    roster = dprims.Roster(name, backend)
+    grant = roster.join("shard 0", {"gpus": 2})
+    roster.join("shard 1")
+    head, first, second = call("roster", url, name).stdout.splitlines()
+    assert head.split() == ["MEMBER", "INCARNATION", "PROCESS", "PAYLOAD"]
+    assert re.fullmatch(rf'shard 0\s+{grant.token}\s+pid {os.getpid()} on .*\s+{{"gpus": 2}}', first)
+    assert second.startswith("shard 1")
+    one = json.loads(call("roster", url, name, "--json").stdout)[0]
+    assert (one["name"], one["incarnation"], one["payload"]) == ("shard 0", grant.token, {"gpus": 2})
+    assert one["owner"]["pid"] == os.getpid()
+    roster.leave()
+
+
+# -- wrong use ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["lock"], "Missing command"),
+        (["lock", "walk"], "No such command 'walk'"),
+        (["lock", "run", "URL", "n"], "Missing argument 'COMMAND"),
+        (["lock", "run", "URL", "n", "ls", "-l"], "No such option: -l"),
+        (
+            ["lock", "run", "URL", "n", "--no-wait", "--timeout", "1", "--", "ls"],
+            "cannot be used with --timeout",
+        ),
+        (["lock", "run", "URL", "n", "--timeout", "-1", "--", "ls"], "timeout is -1.0"),
+        (["lock", "run", "URL", "n", "--ttl", "0", "--", "ls"], "ttl is 0.0"),
+        (["lock", "run", "URL", "n", "--grace", "-1", "--", "ls"], "--grace"),
+        (["lock", "run", "URL", "", "--", "ls"], "lock name is ''"),
+        (["lock", "run", "nowhere://x", "n", "--", "ls"], "scheme is 'nowhere'"),
+        (["lock", "run", "nowhere", "n", "--", "ls"], "expected scheme://"),
+        (["lock", "show", "URL"], "Missing argument"),
+        (["lock", "show", "URL", "x" * 600], "expected 1 to 512 bytes"),
+        (["lock", "ls", "URL", "a", "b"], "unexpected extra argument"),
+        (["lock", "ls", "URL", "--namespace", ""], "namespace is ''"),
+        (["lock", "break", "URL", "n", "--token", "x"], "--token"),
+        (["roster", "URL"], "Missing argument"),
+        (["roster", "URL", "a/b"], "expected no slash"),
+    ],
+)
+def test_wrong_use_is_one_line_and_2(redis_server: RedisServer, arguments: list[str], says: str) -> None:
+    run = call(*(redis_server.url if argument == "URL" else argument for argument in arguments))
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert says in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_one_line_and_1() -> None:
+    run = call("lock", "ls", "redis://127.0.0.1:1")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert re.fullmatch(r"dprims: redis://127\.0\.0\.1:1.*refused.*\n", run.stderr)
