@@ -83,10 +83,13 @@ class Proxy:
                 client = self._listener.accept()[0]
             except OSError:
                 return
-            if self.shut:
+            try:
+                server = socket.create_connection(self._target) if not self.shut else None
+            except OSError:
+                server = None
+            if server is None:
                 client.close()
                 continue
-            server = socket.create_connection(self._target)
             self._sockets |= {client, server}
             threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
             threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
