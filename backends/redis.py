@@ -3,7 +3,7 @@
 The queue is a list of waiters of whom each proves its life by a key that expires; whoever releases
 hands over, inside one script, to the first that is alive. A waiter sleeps in BLPOP on a list of its
 own and is woken once, when its turn has come; it then asks the server, and believes only that.
-The steps are the scripts in ``redis_scripts``; connections and retries are in ``redis_wire``.
+The steps are the scripts in ``_redis_scripts``; connections and retries are in ``_redis_wire``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from dprims.backend import Backend, Guarantees, Place, Ticket
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 
-from . import redis_scripts as lua
-from .redis_scripts import PREFIX, Script
-from .redis_wire import Command, Wire, pool_from, pool_of, redacted
+from . import _redis_scripts as lua
+from ._redis_scripts import PREFIX, Script
+from ._redis_wire import Command, Wire, pool_from, pool_of, redacted
 
 LOOK_AGAIN_S = 10.0
 """How long a wait for a cell relies on one notification before it looks by itself."""
@@ -39,9 +39,10 @@ class RedisBackend(Backend):
     """Queues and cells on one Redis (6.0.6 or later) or Valkey server.
 
     *client*: a blocking redis-py or valkey-py client whose way to connect is used; its pool, its
-    retries and its decoding are not. ``socket_timeout`` (in the URL's query, or the client's) bounds
-    each operation, reconnects included; 5 s when it is not given. ``?wait_replicas=n`` lets a grant
-    count only once n replicas have it.
+    retries and its decoding are not. *timeout*, or ``?timeout=`` in the URL, bounds each operation in
+    seconds, reconnects included; else ``socket_timeout`` does, of the URL or client, else 5 s.
+    ``?wait_replicas=n`` lets a grant count only once n replicas have it. All else in the URL's query
+    is as redis-py has it (``ssl_ca_certs``, ``db``, ...).
     """
 
     guarantees = Guarantees(
@@ -49,26 +50,30 @@ class RedisBackend(Backend):
         survives_restart=False,
         tokens_survive_restart=True,
         min_ttl=0.05,
-        detects_killed_holder="ttl",
+        detects_killed_holder="its ttl",
         clock="the Redis server",
-        limits="one server: a restart without `appendfsync always` and a fail-over to a replica can lose "
-        "locks that are held (their holders learn so at the next beat), and keys may be evicted unless "
-        "maxmemory-policy is noeviction; tokens grow while the server's clock does not go back",
+        limits="A restart without `appendfsync always`, a fail-over to a replica and an eviction of keys "
+        "(`maxmemory-policy` other than `noeviction`) can each lose a lock that is held; its holder learns "
+        "so at its next beat. Tokens after a loss of data grow unless the server's clock had gone back. All "
+        "keys are in one slot, so of a cluster one node has them all.",
     )
 
-    def __init__(self, url: str = "", *, client: Any = None) -> None:
+    def __init__(self, url: str = "", *, client: Any = None, timeout: float | None = None) -> None:
         if (client is None) == (not url):
             raise BackendMisconfigured(
-                f"RedisBackend got url={url!r} and client={client!r}; expected one of them"
+                f"RedisBackend got url={redacted(url)!r} and client={client!r}; expected one of them"
             )
-        ours: dict[str, Any] = {}
+        given: dict[str, Any] = {}
         if client is None:
-            pool, ours = pool_from(url, {"wait_replicas": _count})
+            pool, given = pool_from(url, {"timeout": float, "wait_replicas": _count})
         else:
             pool = pool_of(client)
-        self._wire = Wire(pool, client)
+        limit = given.get("timeout") if timeout is None else timeout
+        if limit is not None and not 0 < limit < math.inf:
+            raise BackendMisconfigured(f"timeout is {limit!r}; expected seconds > 0")
+        self._wire = Wire(pool, limit, client)
         self.url = url or self._wire.where
-        self._replicas = int(ours.get("wait_replicas", 0))
+        self._replicas: int = given.get("wait_replicas", 0)
         self._wire.call(("PING",), once=True)
 
     # -- queues -----------------------------------------------------------------------------------

@@ -130,6 +130,9 @@ def test_password_user_database_and_socket_file() -> None:
         ("redis://127.0.0.1:6379?wait_replicas=two", BackendMisconfigured, "two"),
         ("redis://127.0.0.1:6379?wait_replicas=-1", BackendMisconfigured, "-1"),
         ("redis://127.0.0.1:6379?soket_timeout=2", BackendMisconfigured, "soket_timeout"),
+        ("redis://127.0.0.1:6379?timeout=0", BackendMisconfigured, "timeout is 0.0"),
+        ("redis://127.0.0.1:6379?timeout=nan", BackendMisconfigured, "timeout is nan"),
+        ("redis://127.0.0.1:6379?timeout=soon", BackendMisconfigured, "soon"),
         ("unix:///nowhere/redis.sock", BackendUnavailable, "/nowhere/redis.sock"),
     ],
 )
@@ -367,12 +370,12 @@ def _note(failed: list[BaseException], call: Callable[[], object]) -> None:
 
 def test_a_grant_waits_for_replicas_when_asked_to(admin: redis.Redis, redis_server: RedisServer) -> None:
     with RedisServer(options=["--replicaof", "127.0.0.1", str(redis_server.port)]) as replica:
-        url = f"{redis_server.url}?wait_replicas=1&socket_timeout=1"
+        url = f"{redis_server.url}?wait_replicas=1&timeout=1"
         with dprims.connect(url) as backend, dprims.connect(redis_server.url) as plain:
             until(lambda: admin.set("new", 1) and admin.execute_command("WAIT", 1, 100) == 1)
             dprims.DistributedLock("replicated", backend).acquire().release()
             with pytest.raises(BackendUnavailable, match="read only"):
-                dprims.DistributedLock("x", dprims.connect(f"{replica.url}?socket_timeout=0.3")).acquire()
+                dprims.DistributedLock("x", dprims.connect(f"{replica.url}?timeout=0.3")).acquire()
             os.kill(replica.pid, signal.SIGSTOP)
             with pytest.raises(BackendUnavailable, match="0 replicas; expected 1"):
                 dprims.DistributedLock("replicated", backend).acquire()

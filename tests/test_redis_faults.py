@@ -107,7 +107,7 @@ def proxy(redis_server: RedisServer) -> Iterator[Proxy]:
 
 @pytest.fixture
 def backend(proxy: Proxy) -> Iterator[RedisBackend]:
-    with dprims.connect(f"redis://127.0.0.1:{proxy.port}/1?socket_timeout=2") as backend:
+    with dprims.connect(f"redis://127.0.0.1:{proxy.port}/1?timeout=2") as backend:
         backend.get("warm")
         yield backend
         proxy.lose, proxy.deaf = 0, False
@@ -336,7 +336,7 @@ def test_a_restart_that_loses_its_data_is_noticed_and_tokens_grow() -> None:
 
 
 def test_a_wait_outlasts_a_server_that_is_away_for_less_than_its_bound(private_redis: RedisServer) -> None:
-    with dprims.connect(f"{private_redis.url}?socket_timeout=20") as backend:
+    with dprims.connect(f"{private_redis.url}?timeout=20") as backend:
         backend.compare_and_set("x", None, b"x")
         private_redis.kill()
         reader, read = in_thread(lambda: backend.get("x"))

@@ -7,7 +7,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dprims.backends import redis_scripts as lua
+from dprims.backends import _redis_scripts as lua
 from dprims.backends.redis import _on_queue
 from dprims.testing.servers import RedisServer
 

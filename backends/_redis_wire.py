@@ -21,10 +21,10 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from dprims.backend import boottime, need
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 
-from .redis_scripts import Script
+from ._redis_scripts import Script
 
 TIMEOUT_S = 5.0
-"""How long one operation may take, reconnects included, unless ``socket_timeout`` says otherwise."""
+"""How long one operation may take, reconnects included, when nothing says otherwise."""
 
 AGAIN_S = 1.0
 """How long one operation may take while the server has not answered the last one."""
@@ -70,13 +70,13 @@ class Replies:
 class Wire:
     """Pipelined calls to one server, from any thread; a forked child opens connections of its own."""
 
-    def __init__(self, pool: Any, owner: object = None) -> None:
+    def __init__(self, pool: Any, timeout: float | None, owner: object = None) -> None:
         self._owner = owner  # keeps a client that was passed in alive: its pool may find the server
         self._class = pool.connection_class
         self._options = {
             key: value for key, value in pool.connection_kwargs.items() if not key.startswith(_NOT_OURS)
         }
-        self.timeout = float(pool.connection_kwargs.get("socket_timeout") or TIMEOUT_S)
+        self.timeout = float(timeout or pool.connection_kwargs.get("socket_timeout") or TIMEOUT_S)
         self.where = _where(self._class, self._options)
         self._errors = _errors_of(self._class)
         self._idle: deque[Any] = deque()
