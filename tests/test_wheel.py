@@ -63,19 +63,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.fixture(scope="module")
-def sdist(checkout: Path) -> Path:
-    build = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
-    python("-c", build, cwd=checkout)
-    return checkout / "dist" / f"dprims-{VERSION}.tar.gz"
-
-
-@pytest.fixture(scope="module", params=["checkout", "sdist"])
-def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source: Path = request.getfixturevalue(request.param)
-    target = tmp_path_factory.mktemp("wheel")
+def build_wheel(source: Path, target: Path) -> Path:
     python(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(target), str(source), cwd=target)
     return target / f"dprims-{VERSION}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(checkout, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +94,14 @@ def test_wheel_has_every_module_once_and_nothing_beside_the_package(archive: Zip
     sources |= {"dprims" / path.relative_to(checkout) for path in (checkout / "backends").rglob("*.py")}
     assert {Path(name) for name in names if name.endswith(".py")} == sources
     assert "dprims/py.typed" in names
+
+
+def test_sdist_gives_the_same_wheel(checkout: Path, archive: ZipFile, tmp_path: Path) -> None:
+    python("-c", "from setuptools import build_meta; build_meta.build_sdist('dist')", cwd=checkout)
+    with ZipFile(build_wheel(checkout / "dist" / f"dprims-{VERSION}.tar.gz", tmp_path)) as other:
+        assert {file.filename: file.CRC for file in other.filelist} == {
+            file.filename: file.CRC for file in archive.filelist
+        }
 
 
 def test_base_install_has_no_dependency(archive: ZipFile) -> None:
