@@ -117,6 +117,7 @@ class Tickets:
         self.base = base
         """What is added to a number to make it a token."""
         self._sights: dict[str, dict[int, Sight]] = {}
+        self._holders: dict[str, tuple[int, Sight]] = {}
 
     # -- own tickets --------------------------------------------------------------------------------
 
@@ -254,21 +255,38 @@ class Tickets:
         return [(number, number == head.number, entry.record) for number, entry in places]
 
     def held(self, prefix: str) -> Steps[list[tuple[str, int, bytes]]]:
-        """Name, number and record of the holder of every lock whose name starts with *prefix*."""
+        """Name, number and record of the holder of every lock whose name starts with *prefix*.
+
+        Who was seen by an earlier call, and has not beaten since for its ttl, holds nothing any more.
+        """
+        asked = yield CLOCK
         count = int((yield from self._peek("names")) or 0)
         found = yield from self._read([f"name/{i}" for i in range(1, count + 1)])
         names = sorted({text.decode() for text in found if text is not None})
         names = [name for name in names if name.startswith(prefix)]
         heads = yield from self._read([f"head/{name}" for name in names])
         lasts = yield from self._read([f"next/{name}" for name in names])
-        held = []
+        holders: list[tuple[str, int, Entry]] = []
         for name, text, last in zip(names, heads, lasts, strict=True):
             if text is None or last is None or (number := Head.parse(text).number) > int(last):
                 continue
             entry = (yield from self._entries(name, number, number)).get(number)
             if entry is not None:
-                held.append((name, number, entry.record))
-        return held
+                holders.append((name, number, entry))
+        beats = yield from self._read([f"beat/{entry.session}" for _, _, entry in holders])
+        now = yield CLOCK
+        live = []
+        for (name, number, entry), beat in zip(holders, beats, strict=True):
+            before, seen = self._holders.get(name, (0, None))
+            if seen is None or before != number or (seen.entry, seen.beat) != (entry, beat):
+                seen = Sight(entry, beat, now)
+            self._holders[name] = number, seen
+            if asked < seen.since + seen.ttl:
+                live.append((name, number, entry.record))
+        for name in names:
+            if name not in {holder for holder, _, _ in holders}:
+                self._holders.pop(name, None)
+        return live
 
     # -- parts --------------------------------------------------------------------------------------
 

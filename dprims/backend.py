@@ -176,7 +176,11 @@ class Backend(ABC):
 
     @abstractmethod
     def held(self, prefix: str) -> list[Place]:
-        """The holder of every lock whose name starts with *prefix*, sorted by name."""
+        """The holder of every lock whose name starts with *prefix*, sorted by name.
+
+        One that has been silent for its ttl is left out; where only clients can tell, one that calls this
+        again and again can.
+        """
 
     @abstractmethod
     def evict(self, name: str, token: int) -> bool:

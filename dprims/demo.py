@@ -329,17 +329,12 @@ class Shard(DictSink):
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """SHA-256 of each tensor's bytes, by name."""
-    return {
-        name: hashlib.sha256(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        ).hexdigest()
-        for name, tensor in tensors.items()
-    }
+    return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return flat.numpy().tobytes()
+    return bytes(flat.numpy())
 
 
 # -- the weights file -------------------------------------------------------------------------------------

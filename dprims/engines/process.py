@@ -245,7 +245,7 @@ def _die_with_parent() -> None:
     """Be killed when the fork server ends, also while frozen (Linux; elsewhere the closed pipe has to do)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    alive = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # type: ignore[attr-defined]
+    alive = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
     if alive is not None:  # a frozen child that keeps this open would keep the fork server
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, alive)

@@ -285,8 +285,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
     def _was_in(self, seat: int) -> bool:
         """Whether the process at *seat* has joined before; one that was started anew has not."""
         group, leader = getattr(self.generation, "worker_group", None), self._leader
-        shard = None if group is None or leader is None else leader.fleet.shard_of(seat)
-        if leader is None or shard is None:
+        shard = None if leader is None else leader.fleet.shard_of(seat)
+        if group is None or leader is None or shard is None:
             return bool(self._incarnations.get(seat))
         return bool(group.incarnation(shard)[seat - leader.seats[shard][0]])
 

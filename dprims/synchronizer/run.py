@@ -19,7 +19,6 @@ from ..exceptions import (
     BackendError,
     BelowQuorum,
     DprimsError,
-    MembershipError,
     PeerLost,
     RefitAborted,
     RefitError,
@@ -78,7 +77,7 @@ _ERRORS: Mapping[str, type[DprimsError]] = {
     "timeout": RefitTimeout,
     "mismatch": TransferCorrupt,
     "quorum": BelowQuorum,
-    "refused": MembershipError,
+    "refused": RefitError,
     "stale": StaleLeader,
 }
 
