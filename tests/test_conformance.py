@@ -1,28 +1,31 @@
-"""Every backend passes the conformance suite; a toy does too, and ten broken ones are found out."""
+"""Every backend of ours passes the conformance suite."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
 import dprims
 from dprims.testing.backend_conformance import BackendConformance
+from dprims.testing.servers import EtcdServer, RedisServer
 
 
-class TestMemory(BackendConformance):
-    ttl = 0.4
-
-    def setup_method(self) -> None:
-        self.url = f"memory://{uuid.uuid4().hex}"
-        super().setup_method()
+class _ByUrl(BackendConformance):
+    url: ClassVar[str]
 
     def make_backend(self) -> dprims.Backend:
         return dprims.connect(self.url)
 
 
-class TestTCPStore(BackendConformance):
+class TestMemory(_ByUrl):
+    ttl = 0.4
+    url = f"memory://{uuid.uuid4().hex}"
+
+
+class TestTCPStore(_ByUrl):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def serve(cls) -> Iterator[None]:
@@ -30,25 +33,16 @@ class TestTCPStore(BackendConformance):
             cls.url = served.url
             yield
 
-    def make_backend(self) -> dprims.Backend:
-        return dprims.connect(self.url)
 
-
-class TestRedis(BackendConformance):
+class TestRedis(_ByUrl):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def serve(cls, redis_server) -> None:
+    def serve(cls, redis_server: RedisServer) -> None:
         cls.url = redis_server.url
 
-    def make_backend(self) -> dprims.Backend:
-        return dprims.connect(self.url)
 
-
-class TestEtcd(BackendConformance):
+class TestEtcd(_ByUrl):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def serve(cls, etcd_server) -> None:
+    def serve(cls, etcd_server: EtcdServer) -> None:
         cls.url = etcd_server.url
-
-    def make_backend(self) -> dprims.Backend:
-        return dprims.connect(self.url)

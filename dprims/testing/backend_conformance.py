@@ -64,6 +64,7 @@ class BackendConformance:
         self.a, self.b = self._connect(), self._connect()
         self.ttl = max(self.ttl, self.a.guarantees.min_ttl)
         self.lapse_s = self.ttl * 1.25 + self.patience_s
+        self.long_s = 6 * self.patience_s  # of a wait that something else should end
         self.name = self._name("lock")
 
     def teardown_method(self) -> None:
@@ -96,7 +97,8 @@ class BackendConformance:
 
     def test_first_come_first_served(self) -> None:
         """Waiters have the lock in the order in which they asked."""
-        queue = [self._join(backend) for backend in (self.a, self.b, self.a, self.b, self.a)]
+        order = (self.a, self.b, self.a, self.b, self.a)
+        queue = [self._join_for_long(backend) for backend in order]
         tokens = []
         for i, ticket in enumerate(queue):
             backend = (self.a, self.b)[i % 2]
@@ -120,14 +122,18 @@ class BackendConformance:
         """A waiter is woken by the release, long before its own time is up."""
         holder, waiter = self._join(self.a), self._join(self.b)
         with self._kept(self.a, holder), self._kept(self.b, waiter):
-            turn = self._pool.submit(self.b.await_turn, waiter, 60.0)
+            turn = self._pool.submit(self.b.await_turn, waiter, self.long_s)
             _expect(not _done(turn, 0.2), "await_turn returned while another holds the lock")
             _expect(self.a.release(holder), "release of a held lock said it was not held")
             _expect(_result(turn, self.patience_s, "a waiter after the release"), "the next was not let in")
 
     def test_a_release_frees_what_is_its_own_alone(self) -> None:
         """A second release says no, and takes the lock from nobody."""
-        first, second, third = self._join(self.a), self._join(self.b), self._join(self.a)
+        first, second, third = (
+            self._join_for_long(self.a),
+            self._join_for_long(self.b),
+            self._join_for_long(self.a),
+        )
         self.a.release(first)
         _expect(self.b.await_turn(second, self.patience_s), "the second waiter was not let in")
         _expect(not self.a.release(first), "a second release of the same ticket says that it freed the lock")
@@ -138,9 +144,13 @@ class BackendConformance:
 
     def test_who_leaves_is_passed_over(self) -> None:
         """A waiter that left is in nobody's way, and its own wait ends."""
-        holder, leaver, last = self._join(self.a), self._join(self.b), self._join(self.a)
+        holder, leaver, last = (
+            self._join_for_long(self.a),
+            self._join_for_long(self.b),
+            self._join_for_long(self.a),
+        )
         with self._kept(self.b, leaver):
-            waiting = self._pool.submit(self.b.await_turn, leaver, 60.0)
+            waiting = self._pool.submit(self.b.await_turn, leaver, self.long_s)
             _expect(not _done(waiting, 0.1), "await_turn returned while another holds the lock")
             self.b.leave(leaver)
             _expect(not _result(waiting, self.patience_s, "await_turn after leave"), "it let in who had left")
@@ -151,7 +161,11 @@ class BackendConformance:
 
     def test_leaving_when_the_lock_has_come_frees_it(self) -> None:
         """leave gives up the lock as well, when it was granted meanwhile."""
-        holder, unaware, last = self._join(self.a), self._join(self.b), self._join(self.a)
+        holder, unaware, last = (
+            self._join_for_long(self.a),
+            self._join_for_long(self.b),
+            self._join_for_long(self.a),
+        )
         self.a.release(holder)
         self.b.leave(unaware)
         _expect(self.a.await_turn(last, self.patience_s), "who left took the lock along")
@@ -274,7 +288,7 @@ class BackendConformance:
 
         def work() -> None:
             for _ in range(5):
-                ticket = self._join(self.a, ttl=20 * self.ttl)
+                ticket = self._join_for_long(self.a)
                 if not ticket.held:
                     _expect(self.a.await_turn(ticket, 10 * self.patience_s), "a thread was never let in")
                 inside[0] += 1
@@ -345,7 +359,7 @@ class BackendConformance:
         _expect(self.a.wait(key, 0.2) is None, "wait returned a value that nobody wrote")
         took = time.monotonic() - start
         _expect(0.19 <= took < 0.2 + self.patience_s, f"wait of 0.2 s took {took:.3f} s")
-        waits = [self._pool.submit(self._either(i).wait, key, 60.0) for i in range(6)]
+        waits = [self._pool.submit(self._either(i).wait, key, self.long_s) for i in range(6)]
         _expect(not _done(waits[0], 0.3), "wait returned before there was a value")
         _expect(self.a.get(key) is None, "a cell that is waited for has a value")
         _expect(self.a.compare_and_set(key, b"x", b"y") is None, "a cell that is waited for has a value")
@@ -381,7 +395,7 @@ class BackendConformance:
         lock = DistributedLock(self.name, mine, namespace="conformance", ttl=20 * self.ttl)
         _expect(lock.acquire(0) is not None, "a free lock was not had")
         theirs = DistributedLock(self.name, self.b, namespace="conformance", ttl=20 * self.ttl)
-        waiting = self._pool.submit(theirs.acquire, 60.0)
+        waiting = self._pool.submit(theirs.acquire, self.long_s)
         self._wait_for_waiters(theirs, 1)
         mine.close()
         mine.close()
@@ -403,7 +417,7 @@ class BackendConformance:
             return
         self._line_up(processes)
         lock = self._lock()
-        waiting = self._pool.submit(lock.acquire, 60.0)
+        waiting = self._pool.submit(lock.acquire, self.long_s)
         self._wait_for_waiters(lock, 3)
         for process in reversed(processes):
             process.kill()
@@ -473,6 +487,9 @@ class BackendConformance:
         self, backend: Backend, name: str | None = None, *, ttl: float | None = None, record: bytes = b"{}"
     ) -> Ticket:
         return backend.enqueue(name or self.name, ttl or self.ttl, record)
+
+    def _join_for_long(self, backend: Backend) -> Ticket:
+        return self._join(backend, ttl=20 * self.ttl)
 
     @contextmanager
     def _kept(self, backend: Backend, ticket: Ticket) -> Iterator[Ticket]:

@@ -1,0 +1,350 @@
+"""The conformance suite can be passed by a backend of thirty lines, and failed by each way to break one."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from dprims.backend import Backend, Guarantees, Place, Ticket
+from dprims.testing.backend_conformance import BackendConformance, checks, failures
+
+
+class Toy(Backend):
+    """Lists and a dict behind one condition; whoever waits looks every 10 ms."""
+
+    guarantees = Guarantees("process", False, False, 0.05, "ttl", "this process", "a toy")
+
+    def __init__(self, space: dict[str, Any]) -> None:
+        self.changed = space.setdefault("changed", threading.Condition())
+        self.queues: dict[str, list[Ticket]] = space.setdefault("queues", {})
+        self.cells: dict[str, bytes] = space.setdefault("cells", {})
+        self.tokens = space.setdefault("tokens", itertools.count(1))
+
+    def line(self, name: str) -> list[Ticket]:
+        queue = self.queues.setdefault(name, [])
+        queue[:] = [ticket for ticket in queue if self.clock() < ticket.proven + ticket.ttl]
+        return queue
+
+    def enqueue(self, name: str, ttl: float, record: bytes) -> Ticket:
+        self.await_turn(ticket := Ticket(name, ttl, record), 0)
+        return ticket
+
+    def await_turn(self, ticket: Ticket, timeout: float) -> bool:
+        end = self.clock() + timeout
+        with self.changed:
+            while True:
+                queue, ticket.proven = self.line(ticket.name), self.clock()
+                if ticket not in queue and not ticket.gone:
+                    queue.append(ticket)
+                if queue[:1] == [ticket] and ticket.token is None:
+                    ticket.token = next(self.tokens)
+                if ticket.held or ticket.gone or self.clock() >= end:
+                    return ticket.held
+                self.changed.wait(min(0.01, end - self.clock()))
+
+    def leave(self, ticket: Ticket) -> None:
+        self.release(ticket)
+
+    def release(self, ticket: Ticket) -> bool:
+        with self.changed:
+            queue, ticket.gone = self.line(ticket.name), True
+            if there := ticket in queue:
+                queue.remove(ticket)
+            return there
+
+    def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
+        with self.changed:
+            for ticket in tickets:
+                if ticket in self.line(ticket.name):
+                    ticket.proven = self.clock()
+                else:
+                    ticket.gone = ticket.token is not None
+        return None
+
+    def queue(self, name: str) -> list[Place]:
+        with self.changed:
+            return [Place(name, ticket.token, ticket.record) for ticket in self.line(name)]
+
+    def held(self, prefix: str) -> list[Place]:
+        names = sorted(name for name in self.queues if name.startswith(prefix))
+        return [place for name in names for place in self.queue(name)[:1]]
+
+    def evict(self, name: str, token: int) -> bool:
+        with self.changed:
+            holder = next((ticket for ticket in self.line(name) if ticket.token == token), None)
+            return holder is not None and self.release(holder)
+
+    def get(self, key: str) -> bytes | None:
+        return self.cells.get(key)
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        with self.changed:
+            if self.cells.get(key) == expected:
+                self.cells[key] = value
+                self.changed.notify_all()
+            return self.cells.get(key)
+
+    def wait(self, key: str, timeout: float) -> bytes | None:
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.cells, timeout)
+        return self.cells.get(key)
+
+    def delete(self, key: str) -> None:
+        self.cells.pop(key, None)
+
+    def disconnect(self) -> None:
+        pass
+
+    def reconnect_after_fork(self) -> None:
+        pass
+
+
+class ToySuite(BackendConformance):
+    ttl = 0.3
+    patience_s = 1.0
+    backend: ClassVar[type[Toy]] = Toy
+
+    def setup_method(self) -> None:
+        self.space: dict[str, Any] = {}
+        super().setup_method()
+
+    def make_backend(self) -> Backend:
+        return self.backend(self.space)
+
+
+class TestToy(ToySuite):
+    patience_s = 5.0
+
+
+# -- ten and more ways to break it, and the check that has to see each --------------------------------
+
+
+class LastComeFirst(Toy):
+    """test_first_come_first_served"""
+
+    def await_turn(self, ticket: Ticket, timeout: float) -> bool:
+        with self.changed:
+            queue = self.line(ticket.name)
+            if ticket not in queue and not ticket.gone:
+                ticket.proven = self.clock()
+                queue.insert(1, ticket)
+        return super().await_turn(ticket, timeout)
+
+
+class TokensRepeat(Toy):
+    """test_tokens_grow"""
+
+    def __init__(self, space: dict[str, Any]) -> None:
+        super().__init__(space)
+        self.tokens = itertools.repeat(1)
+
+
+class TokensOfEachClient(Toy):
+    """test_tokens_grow"""
+
+    def __init__(self, space: dict[str, Any]) -> None:
+        super().__init__(space)
+        self.tokens = itertools.count(1)
+
+
+class EverybodyIsIn(Toy):
+    """test_a_wait_ends_when_its_time_is_up"""
+
+    def await_turn(self, ticket: Ticket, timeout: float) -> bool:
+        super().await_turn(ticket, timeout)
+        ticket.token = ticket.token or next(self.tokens)
+        return True
+
+
+class ReleaseFreesAnybody(Toy):
+    """test_a_release_frees_what_is_its_own_alone"""
+
+    def release(self, ticket: Ticket) -> bool:
+        ticket.gone = True
+        with self.changed:
+            return bool(self.line(ticket.name)) and bool(self.line(ticket.name).pop(0))
+
+
+class ReleaseAlwaysSaysYes(Toy):
+    """test_a_release_frees_what_is_its_own_alone"""
+
+    def release(self, ticket: Ticket) -> bool:
+        super().release(ticket)
+        return True
+
+
+class WakeUpIsBelieved(Toy):
+    """test_a_wake_up_carries_no_authority"""
+
+    def release(self, ticket: Ticket) -> bool:
+        there = super().release(ticket)
+        for heir in self.line(ticket.name)[:1]:
+            heir.token = heir.token or next(self.tokens)
+        return there
+
+    def await_turn(self, ticket: Ticket, timeout: float) -> bool:
+        return ticket.held or super().await_turn(ticket, timeout)
+
+
+class NobodyIsWoken(Toy):
+    """test_a_release_wakes_the_next"""
+
+    def await_turn(self, ticket: Ticket, timeout: float) -> bool:
+        if super().await_turn(ticket, 0) or not timeout:
+            return ticket.held
+        threading.Event().wait(timeout if timeout < 2 else 2)
+        return super().await_turn(ticket, 0)
+
+
+class LeaveLeavesTheEntry(Toy):
+    """test_who_leaves_is_passed_over"""
+
+    def leave(self, ticket: Ticket) -> None:
+        ticket.gone = True
+
+
+class LeaveKeepsTheLock(Toy):
+    """test_leaving_when_the_lock_has_come_frees_it"""
+
+    def leave(self, ticket: Ticket) -> None:
+        if self.line(ticket.name)[:1] != [ticket]:
+            super().leave(ticket)
+
+
+class TheSilentLiveForEver(Toy):
+    """test_a_silent_holder_lapses"""
+
+    def line(self, name: str) -> list[Ticket]:
+        return self.queues.setdefault(name, [])
+
+
+class TheDeadAreTimedOneByOne(Toy):
+    """test_silent_waiters_lapse_all_at_once"""
+
+    def line(self, name: str) -> list[Ticket]:
+        queue = self.queues.setdefault(name, [])
+        if queue and self.clock() >= queue[0].proven + queue[0].ttl:
+            queue.pop(0)
+            if queue:
+                queue[0].proven = self.clock()
+        return queue
+
+
+class TheLockHasOneTtl(Toy):
+    """test_each_ticket_has_its_own_ttl"""
+
+    def line(self, name: str) -> list[Ticket]:
+        queue = self.queues.setdefault(name, [])
+        ttl = min((ticket.ttl for ticket in queue), default=0.0)
+        queue[:] = [ticket for ticket in queue if self.clock() < ticket.proven + ttl]
+        return queue
+
+
+class BeatsProveNothing(Toy):
+    """test_beats_prove"""
+
+    def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
+        return None
+
+
+class BeatsSeeNoLoss(Toy):
+    """test_eviction"""
+
+    def evict(self, name: str, token: int) -> bool:
+        queue = self.line(name)
+        return bool(queue) and queue[0].token == token and bool(queue.pop(0))
+
+    def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
+        for ticket in tickets:
+            ticket.proven = self.clock()
+        return None
+
+
+class EvictionTakesAnyToken(Toy):
+    """test_eviction"""
+
+    def evict(self, name: str, token: int) -> bool:
+        queue = self.line(name)
+        return bool(queue) and self.release(queue[0])
+
+
+class HeldIgnoresItsPrefix(Toy):
+    """test_the_queue_can_be_read"""
+
+    def held(self, prefix: str) -> list[Place]:
+        return super().held("")
+
+
+class NamesMeet(Toy):
+    """test_names_are_apart"""
+
+    def line(self, name: str) -> list[Ticket]:
+        return super().line(name.replace("}", "").replace("{", ""))
+
+
+class CellsAreOverwritten(Toy):
+    """test_cells_compare_and_set"""
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        self.cells[key] = value
+        return value
+
+
+class CellsLoseUpdates(Toy):
+    """test_cells_count"""
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        if self.cells.get(key) == expected:
+            threading.Event().wait(0.01)
+            self.cells[key] = value
+            return value
+        return self.cells.get(key)
+
+
+class MissingIsEmpty(Toy):
+    """test_cells_compare_and_set"""
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
+        return super().compare_and_set(key, None if key not in self.cells else expected, value)
+
+
+class WaitReturnsEarly(Toy):
+    """test_cells_are_waited_for"""
+
+    def wait(self, key: str, timeout: float) -> bytes | None:
+        return self.cells.get(key)
+
+
+class WaitIsNotWoken(Toy):
+    """test_cells_are_waited_for"""
+
+    def wait(self, key: str, timeout: float) -> bytes | None:
+        threading.Event().wait(min(timeout, 2))
+        return self.cells.get(key)
+
+
+class CloseKeepsEverything(Toy):
+    """test_close_gives_everything_back"""
+
+    def close(self) -> None:
+        self.disconnect()
+
+
+BROKEN = [cls for cls in Toy.__subclasses__() if cls.__module__ == __name__]
+
+
+@pytest.mark.parametrize("backend", BROKEN, ids=lambda cls: cls.__name__)
+def test_a_broken_backend_is_found_out(backend: type[Toy]) -> None:
+    suite = type("Suite", (ToySuite,), {"backend": backend})
+    check = (backend.__doc__ or "").strip()
+    assert check in checks(suite)
+    failed = failures(suite, [check])
+    assert isinstance(failed.get(check), AssertionError), f"{check} did not see it: {failed}"
+
+
+def test_there_are_at_least_ten() -> None:
+    assert len(BROKEN) >= 10
