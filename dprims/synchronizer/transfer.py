@@ -246,19 +246,24 @@ class _Unloading:
         return memory
 
     def _unpack(self, bucket: Bucket, buffer: Tensor) -> None:
+        typed: dict[str, Tensor] = {}
         for piece in bucket.pieces:
             meta = self._plan.tensors[piece.tensor]
-            self._write(meta, buffer[piece.offset : piece.offset + piece.stop - piece.start])
+            base = typed.get(meta.dtype)
+            if base is None:
+                base = typed[meta.dtype] = buffer.view(dtype_of(meta.dtype))
+            at = piece.offset // base.element_size()
+            self._write(meta, base[at : at + meta.numel])
 
     def _hand_over(self, bucket: Bucket, whole: dict[int, Tensor]) -> None:
         for piece in bucket.pieces:
             meta = self._plan.tensors[piece.tensor]
             if piece.tensor in whole and piece.stop == meta.nbytes:
-                self._write(meta, whole.pop(piece.tensor))
+                self._write(meta, whole.pop(piece.tensor).view(dtype_of(meta.dtype)))
                 self._tensors.pop(piece.tensor, None)
 
     def _write(self, meta: TensorMeta, data: Tensor) -> None:
-        tensor = data.view(dtype_of(meta.dtype)).view(meta.shape)
+        tensor = data.view(meta.shape)
         if self._plan.kv_scales and meta is self._plan.tensors[-1]:
             for name, scale in zip(self._plan.kv_scales, tensor, strict=True):
                 self._sink.write(name, scale)
