@@ -89,7 +89,7 @@ LAYERS = (
         may=(*BELOW, *SYNCHRONIZER, "engines.*", "testing.*"),
         packages=("torch", "pytest", "hypothesis"),
     ),
-    Layer(("cli", "cli.*"), may=("*",), packages=("torch", "typer", "rich", "safetensors")),
+    Layer(("cli", "cli.*", "demo"), may=("*",), packages=("torch", "typer", "rich", "safetensors")),
 )
 
 # Names that one place alone may know: torch's private mesh calls, and the transports.
