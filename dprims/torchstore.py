@@ -1,4 +1,4 @@
-"""Serve a torch ``TCPStore`` on a socket of our own.
+"""Serve a torch ``TCPStore`` on a socket of our own, and connect to one.
 
 torch listens on IPv6 for both families, and so sees a peer 127.0.0.1 as ::ffff:127.0.0.1, which it looks up
 by name when it accepts the connection, on the one thread that serves everybody. No hosts file has that
@@ -16,6 +16,20 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 BACKLOG = 1024
+
+
+def connect_store(host: str, port: int, *, timeout_s: float = 30.0) -> TCPStore:
+    """A client of the store at *host*:*port*, whose waits torch bounds by *timeout_s*.
+
+    torch retries in silence and then says little, so a plain connection is made first: OSError says what
+    is wrong. It stays open until torch has connected, as torch's server warns of one that goes at once.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with socket.create_connection((host, port), timeout=timeout_s):
+        return TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
 
 
 def serve_store(host: str, port: int = 0, *, timeout_s: float = 30.0) -> TCPStore:

@@ -10,11 +10,10 @@ import ipaddress
 import logging
 import socket
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..exceptions import BackendMisconfigured, BackendUnavailable
-from ..torchstore import serve_store
+from ..torchstore import connect_store, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -80,25 +79,17 @@ def join_store(host: str, port: int, *, timeout_s: float = 30.0) -> TCPStore:
 
     Raises BackendUnavailable when nothing answers there within `timeout_s` seconds.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     deadline = time.monotonic() + timeout_s
     while True:
         left = deadline - time.monotonic()
         try:
-            # torch retries in silence until its timeout; a plain connection says at once what is wrong
-            socket.create_connection((host, port), timeout=max(left, 0.05)).close()
-            break
+            return connect_store(host, port, timeout_s=max(left, 0.05))
         except OSError as error:
             if left < 0.1 or isinstance(error, socket.gaierror):
                 raise BackendUnavailable(f"no store answers at {host}:{port}: {error}") from error
             time.sleep(0.05)
-    try:
-        return TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
-    except RuntimeError as error:
-        raise BackendUnavailable(f"the store at {host}:{port} does not answer: {error}") from error
+        except RuntimeError as error:
+            raise BackendUnavailable(f"the store at {host}:{port} does not answer: {error}") from error
 
 
 def _resolve(host: str) -> list[str]:

@@ -50,7 +50,6 @@ from .protocol import (
     Reserve,
     SetCell,
     Silent,
-    Version,
     current_key,
     decision_key,
     decode_decision,
@@ -285,30 +284,27 @@ class Run:
     # -- the end ----------------------------------------------------------------------------------------
 
     def _error(self, cause: Cause) -> BaseException:
-        """The failure in the words of whoever knows best: a lost rank, else the first to raise by itself."""
-        own = [error for error in self._errors.values() if not isinstance(error, RefitAborted | PeerLost)]
-        kept = [error for error in own if not isinstance(error, RefitTimeout)]
+        """The failure in the words of whoever knows best: the first to find something wrong, else who died.
+
+        What the others report follows from that: that they were aborted, lost a peer, or waited in vain.
+        """
         where = f"epoch {self.leader.epoch}, version {self._number}"
+        found = [error for error in self._errors.values() if not isinstance(error, RefitAborted | PeerLost)]
+        first = next((error for error in found if not isinstance(error, RefitTimeout)), None)
         if cause.what in ("quorum", "refused", "stale"):
             failure: BaseException = _ERRORS[cause.what](cause.why)
-            failure.__cause__ = self._errors.get(-1)
-            return failure
-        if kept and isinstance(kept[0], DprimsError):
-            return kept[0]
-        if kept:
-            failure = RefitAborted(f"{where}: {type(kept[0]).__name__}: {kept[0]}")
-            failure.__cause__ = kept[0]
-            return failure
-        if self._lost:
-            failure = PeerLost(
-                f"{where}: " + "; ".join(f"seat {s}: {why}" for s, why in sorted(self._lost.items()))
-            )
+        elif isinstance(first, DprimsError):
+            return first
+        elif self._lost:
+            who = "; ".join(f"seat {seat}: {why}" for seat, why in sorted(self._lost.items()))
+            failure = PeerLost(f"{where}: {who}")
+        elif first is not None:
+            failure = RefitAborted(f"{where}: {type(first).__name__}: {first}")
         else:
             silent = f"; seats {self._silent} never answered" if self._silent else ""
-            failure = _ERRORS.get(cause.what, RefitAborted)(f"{where}: {cause.why}{silent}")
-            if own:
-                failure = RefitTimeout(f"{where}: {own[0]}{silent}")
-        failure.__cause__ = next(iter(self._errors.values()), None)
+            kind = RefitTimeout if found else _ERRORS.get(cause.what, RefitAborted)
+            failure = kind(f"{where}: {found[0] if found else cause.why}{silent}")
+        failure.__cause__ = first or next(iter(self._errors.values()), None)
         return failure
 
     def _clock(self, phase: str) -> None:
@@ -325,6 +321,3 @@ def _bound(function: Callable[..., None], *first: Any) -> Callable[[Any], None]:
 def _resolve(future: Future[None] | None) -> None:
     if future is not None and not future.done():
         future.set_result(None)
-
-
-__all__ = ["Run", "Version"]
