@@ -371,14 +371,23 @@ def _level_group_numbers(alone: dist.ProcessGroup) -> None:
     others only counts, so the ranks behind make such calls.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    numbers = [int(name) - other for other, name in enumerate(_from_all(alone.group_name)) if name.isdigit()]
-    if len(numbers) < world or len(set(numbers)) == 1:
+    name = alone.group_name
+    if not name.isdigit():
+        return  # named after its ranks
+    mine = int(name) - rank
+    numbers = _from_all(mine)
+    most = max(numbers)
+    if min(numbers) == most:
         return
+    behind = [other for other, number in enumerate(numbers) if number < most]
+    said = (
+        f"{len(behind)} of {world} ranks, rank {behind[0]} first, had made fewer process groups than others"
+    )
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        raise RankMismatch(f"ranks have made unequal numbers of process groups: {numbers}, by rank")
-    for _ in range(max(numbers) - numbers[rank]):
+        raise RankMismatch(f"{said}: with eager communicators every rank has to take part in each")
+    for _ in range(most - mine):
         dist.new_group([(rank + 1) % world])
-    _log.warning("ranks had made unequal numbers of process groups, now level: %s, by rank", numbers)
+    _log.warning("%s; they are level now", said)
 
 
 # -- meshes ------------------------------------------------------------------------------------------------
