@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dprims import Meshes, ParallelLayout
@@ -98,6 +98,24 @@ def train_one(
     last = layout.rank_at(**{**layout.coordinates(rank), "pp": layout.pp - 1})
     dist.broadcast(mean, src=last, group=meshes.group("pp"))
     return mean.item()
+
+
+def shard_experts(rank: int, world_size: int, etp: int) -> None:
+    """Split experts over ep, each of them over etp, and shard the rest with FSDP."""
+    layout = ParallelLayout(world_size=world_size, dp_shard=4, tp=2, ep=2, etp=etp)
+    with layout.build("cpu") as meshes:
+        whole = torch.arange(16.0 * WIDTH * WIDTH).view(16, WIDTH, WIDTH)
+        experts = nn.Module()
+        experts.weight = nn.Parameter(distribute_tensor(whole, meshes["ep_tp"], [Shard(0), Shard(1)]))
+        fully_shard(experts, mesh=meshes["efsdp"])
+        assert isinstance(experts.weight, DTensor)
+        assert experts.weight.to_local().numel() * world_size == whole.numel()
+        assert torch.equal(experts.weight.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_experts_combine_with_fsdp(etp: int) -> None:
+    run_ranks(8, shard_experts, etp, timeout=100)
 
 
 @pytest.mark.parametrize(
