@@ -120,10 +120,10 @@ class Meshes:
         self._groups, self._twins, self._made = groups, twins, made
         self._closed = False
         self._cache: dict[tuple[str, ...], DeviceMesh] = {}
-        self._root = self._grid(layout.order)
-        self._views = {layout.order: self._root}
+        root = self._grid(layout.order)
+        self._views = {layout.order: root}
         for dims in _view_dims(layout):
-            self._views[dims] = _as_child(self._grid(dims), self._root)
+            self._views[dims] = _as_child(self._grid(dims), root)
         self._verify()
 
     # -- meshes and groups -----------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Meshes:
     def root(self) -> DeviceMesh:
         """The mesh of the five axes, in the layout's order; those of size 1 are dimensions too."""
         self._check()
-        return self._root
+        return self._views[self.layout.order]
 
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """Return the mesh of a group name, of several as dimensions, or of the grid ``ep_tp`` (ep by etp).
@@ -206,10 +206,15 @@ class Meshes:
         opt-in, since a network that cannot connect hangs here until the groups' timeout.
         """
         self._check()
-        for groups, device in ((self._groups, self._device()), (self._twins, torch.device("cpu"))):
-            for ranks, group in groups.items():
-                if len(ranks) > 1 and (groups is self._groups or group is not self._groups[ranks]):
-                    dist.all_reduce(torch.ones(1, device=device), group=group)
+        groups = [(ranks, group, self._device()) for ranks, group in self._groups.items()]
+        groups += [
+            (ranks, twin, torch.device("cpu"))
+            for ranks, twin in self._twins.items()
+            if twin is not self._groups[ranks]
+        ]
+        for ranks, group, device in groups:
+            if len(ranks) > 1:
+                dist.all_reduce(torch.ones(1, device=device), group=group)
 
     def close(self) -> None:
         """Destroy the groups that `build` made, never the job's default group. Collective over the job.
@@ -223,6 +228,9 @@ class Meshes:
         while self._made:
             dist.destroy_process_group(self._made[-1])
             self._made.pop()
+        # A group's connections and threads end with the last reference to it.
+        for kept in (self._groups, self._twins, self._cache, self._views):
+            kept.clear()
 
     def __enter__(self) -> Meshes:
         return self
@@ -432,8 +440,8 @@ def _as_child(view: DeviceMesh, root: DeviceMesh) -> DeviceMesh:
     """Make `view`, another grid of the same ranks in the same order, a child of `root`.
 
     The one place that touches a private attribute of torch. FSDP combines its mesh with a tensor parallel
-    one only when both have the same root, and the public way to a child with a composed name
-    (``_flatten`` is not public either) makes a second group for ranks that have one.
+    one only when both have the same root. torch's own way to a child with a composed name, ``_flatten``,
+    is private too, and makes a second group for ranks that have one already.
     """
     view._root_mesh = root
     return view

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,6 +256,27 @@ def close_after_a_failure(rank: int, world_size: int) -> None:
 
 def test_closing_again_destroys_what_an_error_left() -> None:
     run_ranks(4, close_after_a_failure, timeout=LIMIT_S)
+
+
+def build_and_close(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Return open files and threads after each of several builds, the meshes closed and still referenced."""
+    layout = ParallelLayout(world_size=world_size, pp=2, tp=2)
+    dist.barrier()
+    counts = []
+    for _ in range(10):
+        meshes = layout.build("cpu")
+        meshes.warm_up()
+        meshes.broadcast_from_head({"ids": torch.ones(3)})
+        dist.barrier()
+        meshes.close()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts in /proc")
+def test_builds_that_are_closed_leave_no_files_and_threads() -> None:
+    for counts in run_ranks(4, build_and_close, timeout=LIMIT_S):
+        assert counts[-1] <= counts[0]
 
 
 def tear_down_everything(rank: int, world_size: int) -> None:
