@@ -210,7 +210,6 @@ class Life:
         for ticket in tickets:
             ticket.gone = True
             ticket.turn.set()
-        self.hub.close()
         leases = [lease for lease in self._leases.values() if not lease.gone]
 
         def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> None:
@@ -226,3 +225,4 @@ class Life:
             if leases:
                 self.link.run("revoke leases", attempt, min(CLOSE_S, self.link.timeout))
         self.link.close()
+        self.hub.close()

@@ -136,6 +136,8 @@ class Link:
         untried = len(self._endpoints)
         renewed = False
         while True:
+            if self._closed:
+                raise BackendUnavailable(f"cannot {what}: the connection to etcd at {self} is closed")
             left = max(deadline - time.monotonic(), 0.001)
             endpoint = self.endpoint
             share = left / max(untried, 1)
@@ -163,7 +165,7 @@ class Link:
             self.leave(endpoint)
             untried -= 1
             pause = PAUSE_S if untried <= 0 else 0.0
-            if self._closed or time.monotonic() + pause >= deadline:
+            if not self._closed and time.monotonic() + pause >= deadline:
                 raise BackendUnavailable(
                     f"etcd at {self} did not {what} within {limit:g} s: "
                     f"{endpoint.name} says {code.name}: {details}"

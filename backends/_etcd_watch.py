@@ -65,7 +65,9 @@ class WatchHub:
             if self._call is not None:
                 for watch in watches:
                     self._start(watch)
-            elif self._thread is None and not self._closed:
+            elif self._closed:
+                self._wake_all()
+            elif self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dprims-etcd-watch", daemon=True)
                 self._thread.start()
             self._changed.notify()
@@ -77,14 +79,19 @@ class WatchHub:
                     self._end(watch)
 
     def close(self) -> None:
-        """End the stream and its thread."""
+        """End the stream and its thread, and every wait."""
         with self._changed:
             self._closed = True
             thread = self._thread
+            self._wake_all()
             self._changed.notify()
         self._restart()
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)
+
+    def _wake_all(self) -> None:
+        for watch in self._watches:
+            watch.wake()
 
     def _start(self, watch: Watch) -> None:
         watch.stream_id = None

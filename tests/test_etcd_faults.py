@@ -16,7 +16,7 @@ import dprims
 from dprims.backends import _etcd_watch, _etcd_wire
 from dprims.backends._etcd_life import Life
 from dprims.backends.etcd import EtcdBackend
-from dprims.exceptions import BackendError, BackendUnavailable, LockLost
+from dprims.exceptions import BackendUnavailable, LockLost, NotHeld
 from dprims.session import Session
 from dprims.testing.servers import EtcdServer
 
@@ -52,6 +52,14 @@ def revoke(backend: EtcdBackend, lease: int) -> None:
 def in_threads(count: int, call: Callable[[], Any]) -> list[Future[Any]]:
     with ThreadPoolExecutor(count) as pool:
         return [pool.submit(call) for _ in range(count)]
+
+
+def answers(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except BackendUnavailable:
+        return False
+    return True
 
 
 class Proxy:
@@ -198,6 +206,7 @@ def test_every_call_to_a_frozen_server_ends_in_time(private_etcd: EtcdServer) ->
 def test_what_a_frozen_server_was_not_told_is_made_good_later(private_etcd: EtcdServer) -> None:
     """Neither a place nor a lock stays behind on the lease that other locks keep alive."""
     with (
+        dprims.connect(private_etcd.url) as watcher,
         dprims.connect(f"{private_etcd.url}?timeout=0.3") as backend,
         lock(backend, "kept", ttl=20) as kept,
     ):
@@ -211,10 +220,10 @@ def test_what_a_frozen_server_was_not_told_is_made_good_later(private_etcd: Etcd
         with pytest.raises(BackendUnavailable):
             given_up.release()
         private_etcd.thaw()
-        until(lambda: Session.of(backend).prove(kept._ticket) and not places(backend, "given up"))
-        until(lambda: Session.of(backend).prove(kept._ticket) and not places(backend, "asked for"))
-        until(lambda: Session.of(backend).prove(kept._ticket) and len(places(backend, "kept")) == 1)
-        given_up.release()  # the retry finds nothing, which is what was wanted
+        until(lambda: Session.of(backend).prove(kept._ticket) and not places(watcher, "given up"))
+        until(lambda: Session.of(backend).prove(kept._ticket) and not places(watcher, "asked for"))
+        until(lambda: Session.of(backend).prove(kept._ticket) and len(places(watcher, "kept")) == 1)
+        until(lambda: answers(given_up.release))  # it finds nothing, which is what was wanted
         kept.verify()
 
 
@@ -411,9 +420,10 @@ def test_a_release_that_fails_once_may_be_tried_again(proxy: Proxy) -> None:
         with pytest.raises(BackendUnavailable):
             grant.release()
         proxy.shut = False
-        grant.release()
-        with mine:
-            pass
+        until(lambda: answers(grant.release))
+        assert not places(backend, "again")
+        with pytest.raises(NotHeld):
+            grant.release()
 
 
 # -- many ------------------------------------------------------------------------------------------
@@ -452,12 +462,18 @@ def test_a_closed_backend_lets_go_of_everything_and_of_those_who_wait(etcd_serve
         backend = dprims.connect(etcd_server.url)
         holder = lock(other, "closing", ttl=20).acquire()
         lock(backend, "held when closing").acquire()
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(lock(backend, "closing").acquire, LIMIT)
-            until(lambda: len(places(other, "closing")) == 2)
+        with ThreadPoolExecutor(2) as pool:
+            waits = [
+                pool.submit(lock(backend, "closing").acquire, LIMIT),
+                pool.submit(backend.wait, "none", LIMIT),
+            ]
+            until(lambda: len(backend._life().hub._started) == 3)
+            started = time.monotonic()
             backend.close()
-            with pytest.raises(BackendError):
-                waiting.result(LIMIT)
+            for waiting in waits:
+                with pytest.raises(BackendUnavailable):
+                    waiting.result(LIMIT)
+            assert time.monotonic() - started < 10
         assert [place.token for place in places(other, "closing")] == [holder.token]
         assert not places(other, "held when closing")
         holder.release()
