@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .backend import need
+from .backend import need, schemes
 from .engines.local import LocalGeneration, LocalPolicy
 from .exceptions import DprimsError, RefitError
 from .synchronizer import CollectiveWeightSynchronizer, DictSink, DictSource, RefitReport, SafetensorsSource
@@ -74,6 +74,12 @@ class DemoConfig:
             )
         if self.bucket_bytes % 256:
             raise BadInput(f"--bucket-bytes is {self.bucket_bytes}; expected a multiple of 256")
+        if self.backend is not None and self.backend.partition("://")[0] not in schemes():
+            raise BadInput(
+                f"--backend is {self.backend!r}; expected a URL with one of {', '.join(schemes())}"
+            )
+        if self.backend is not None and self.backend.startswith("memory:"):
+            raise BadInput(f"--backend is {self.backend!r}; one process alone would see it")
         if self.device not in ("cpu", "cuda"):
             raise BadInput(f"--device is {self.device!r}; expected cpu or cuda")
         if self.device == "cuda" and not _gpus():

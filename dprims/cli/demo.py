@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,6 +42,9 @@ def demo(
 
     Exit status 0 only when every tensor of every shard equals the trainers'.
     """
+    # this process and its ranks are the demo's own: torch's warnings of killed peers are no news in them
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
     from ..demo import DemoConfig, default_weights, run_demo
 
     config = DemoConfig(

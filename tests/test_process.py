@@ -1,0 +1,152 @@
+"""One worker process: calls, death, freezing, leaving."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dprims.engines.local import LocalGeneration, LocalPolicy
+from dprims.engines.process import WorkerProcess
+from dprims.exceptions import DprimsError, MembershipError, PeerLost
+from dprims.testing.weights import ToySink, ToySource
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerProcess]:
+    process = WorkerProcess("toy", ToySink, (0, 0, 1))
+    try:
+        process.ready.result(LIMIT_S)
+        yield process
+    finally:
+        process.kill()
+
+
+def test_a_call_returns_what_the_method_returned(worker: WorkerProcess) -> None:
+    assert worker.call("history").result(LIMIT_S) == []
+    worker.call("pause").result(LIMIT_S)
+    assert worker.call("history").result(LIMIT_S) == ["pause"]
+    assert worker.pid != os.getpid()
+
+
+def test_an_exception_keeps_its_type(worker: WorkerProcess) -> None:
+    with pytest.raises(AttributeError, match="no_such_method"):
+        worker.call("no_such_method").result(LIMIT_S)
+    with pytest.raises(TypeError):
+        worker.call("history", 1, 2).result(LIMIT_S)
+
+
+def test_what_cannot_travel_is_said(worker: WorkerProcess) -> None:
+    with pytest.raises(Exception, match="pickle"):
+        worker.call("history", lambda: None).result(LIMIT_S)
+    with pytest.raises(DprimsError, match="pickle"):
+        worker.call("__iter__").result(LIMIT_S)
+    assert worker.call("history").result(LIMIT_S) == []
+
+
+def test_a_killed_process_fails_its_open_calls_at_once_and_all_later_ones(worker: WorkerProcess) -> None:
+    worker.signal(signal.SIGSTOP)  # so that the call stays open
+    future = worker.call("history")
+    worker.signal(signal.SIGKILL)
+    with pytest.raises(PeerLost, match=rf"toy \(pid {worker.pid}\) was ended by SIGKILL"):
+        future.result(LIMIT_S)
+    assert not worker.alive
+    with pytest.raises(PeerLost):
+        worker.call("history").result(LIMIT_S)
+
+
+def test_a_frozen_process_keeps_its_calls_open_and_blocks_nobody(worker: WorkerProcess) -> None:
+    worker.signal(signal.SIGSTOP)
+    futures = [worker.call("history", bytes(1 << 20)) for _ in range(4)]  # more than a pipe holds
+    assert worker.alive
+    assert not any(future.done() for future in futures)
+    worker.signal(signal.SIGCONT)
+    with pytest.raises(TypeError):
+        futures[-1].result(LIMIT_S)
+
+
+def test_closing_ends_a_frozen_process_too() -> None:
+    process = WorkerProcess("toy", ToySink, (0, 0, 1))
+    process.ready.result(LIMIT_S)
+    process.signal(signal.SIGSTOP)
+    process.close(timeout=0.1)
+    assert not process.process.is_alive()
+    process.close()
+
+
+def test_a_factory_that_fails_is_raised_and_leaves_nothing() -> None:
+    with pytest.raises(TypeError):
+        LocalPolicy(ToySource, "no layers", "no width", stages=2)
+    with pytest.raises(TypeError):
+        LocalGeneration(ToySink, "stages", shard_sizes=(1, 2))
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1, -1)])
+def test_shards_have_at_least_one_rank(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(MembershipError):
+        LocalGeneration(ToySink, 1, shard_sizes=sizes)
+    with pytest.raises(MembershipError):
+        LocalPolicy(ToySource, stages=0)
+
+
+def test_a_restarted_shard_is_a_new_process() -> None:
+    generation = LocalGeneration(ToySink, 1, shard_sizes=(2, 1))
+    try:
+        before = generation.process(0, 1).pid
+        generation.process(0, 0).signal(signal.SIGKILL)
+        generation.process(0, 0).process.join(LIMIT_S)
+        deadline = time.monotonic() + LIMIT_S
+        while generation.dead_shards != (0,):
+            assert time.monotonic() < deadline
+        generation.restart(0)
+        assert generation.dead_shards == ()
+        assert generation.process(0, 1).pid != before
+        assert not generation.may_serve(0)
+        with pytest.raises(MembershipError, match="shards 0..1"):
+            generation.restart(2)
+    finally:
+        generation.close()
+
+
+PARENT = """
+import os, signal
+from dprims.engines.process import WorkerProcess
+from dprims.testing.weights import ToySink
+workers = [WorkerProcess(f"toy-{i}", ToySink, (0, 0, 1)) for i in range(2)]
+for worker in workers:
+    worker.ready.result(60)
+workers[1].signal(signal.SIGSTOP)
+print(*(worker.pid for worker in workers), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"if __name__ == '__main__':\n{''.join('    ' + line for line in PARENT.splitlines(True))}"
+    )
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    pids = [int(pid) for pid in run.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + LIMIT_S
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a running and a frozen worker outlived their parent"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
