@@ -168,7 +168,7 @@ class _Page:
 
     def table(self) -> None:
         drawing = self.drawing
-        left = [_MARGIN, _MARGIN + 118, _MARGIN + 218]
+        left: list[float] = [_MARGIN, _MARGIN + 118, _MARGIN + 218]
         rows = drawing.table()
         left.append(left[2] + 6.6 * max(12, *(len(ranks) for *_, ranks, _ in rows)) + 24)
         for x, label in zip(

@@ -10,9 +10,7 @@ under it.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,16 +25,15 @@ except ModuleNotFoundError as error:
     raise MissingExtra("torch is not installed; pip install 'dprims[torch]'") from error
 
 from ._mesh_broadcast import Route, broadcast
+from ._mesh_groups import agree, backends, make_groups, names_by_ranks, select_device
 
 __all__ = ["Meshes", "build"]
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from ._mesh_groups import Groups
     from .layout import ParallelLayout
-
-    Ranks = tuple[int, ...]
-    Groups = dict[Ranks, dist.ProcessGroup]
 
 _log = logging.getLogger("dprims.mesh")
 
@@ -60,8 +57,8 @@ def build(
         raise MeshError(
             "no default process group: call torch.distributed.init_process_group on every rank first"
         )
-    _select_device(device_type)
-    _agree(
+    select_device(device_type)
+    agree(
         {
             "layout": layout.to_json(),
             "device_type": device_type,
@@ -73,7 +70,7 @@ def build(
         raise RankMismatch(
             f"{layout!r} in a job of {dist.get_world_size()} ranks: the world sizes have to agree"
         )
-    carried = _backends()
+    carried = backends()
     if device_type not in carried:
         raise MeshError(
             f"device_type={device_type!r}: the default process group has backends for {', '.join(carried)}; "
@@ -81,11 +78,11 @@ def build(
         )
 
     limit = None if timeout is None else timedelta(seconds=timeout)
-    names = _names_by_ranks(layout)
-    groups, made = _make_groups(names, None, limit)
+    names = names_by_ranks(layout)
+    groups, made = make_groups(names, None, limit)
     twins = groups
     if cpu_twins and "cpu" not in carried:
-        twins, more = _make_groups(names, "gloo", limit)
+        twins, more = make_groups(names, "gloo", limit)
         made += more
     meshes = Meshes(layout, device_type, groups, twins if cpu_twins or "cpu" in carried else {}, made)
     _log.info("built %d groups on rank %d for %r", len(made), dist.get_rank(), layout)
@@ -297,110 +294,6 @@ class Meshes:
                     )
 
 
-# -- before anything is made -------------------------------------------------------------------------------
-
-
-def _backends() -> dict[str, str]:
-    """Return the backend of the default group for each device type."""
-    return dict(part.split(":", 1) for part in str(dist.get_backend_config()).split(","))
-
-
-def _select_device(device_type: str) -> None:
-    """Choose the launcher's device, as init_device_mesh does, unless the process uses one already."""
-    module: Any = getattr(torch, device_type, None)
-    chosen = os.environ.get("LOCAL_RANK")
-    if chosen is None or device_type == "cpu" or not hasattr(module, "set_device"):
-        return
-    if module.is_available() and not module.is_initialized():
-        module.set_device(int(chosen))
-
-
-def _agree(mine: dict[str, Any]) -> None:
-    """Raise the same RankMismatch on all ranks unless all were given the same. Collective."""
-    given = _from_all(mine)
-    odd = [rank for rank, other in enumerate(given) if other != given[0]]
-    if odd:
-        raise RankMismatch(
-            f"the ranks build different meshes: rank 0 was given {json.dumps(given[0])}, "
-            f"rank {odd[0]} {json.dumps(given[odd[0]])} ({len(odd)} of {len(given)} ranks differ from rank 0)"
-        )
-
-
-def _from_all(mine: Any) -> list[Any]:
-    """Return what every rank passed. Collective over the default group."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told
-
-
-# -- groups ------------------------------------------------------------------------------------------------
-
-
-def _names_by_ranks(layout: ParallelLayout) -> dict[Ranks, list[str]]:
-    """Return every distinct set of ranks with the names it goes by, each rank alone first, all ranks last."""
-    names: dict[Ranks, list[str]] = {(rank,): [] for rank in range(layout.world_size)}
-    for name in layout.names:
-        for ranks in layout.groups(name):
-            names.setdefault(ranks, []).append(name)
-    return dict(sorted(names.items(), key=lambda item: (len(item[0]), item[0])))
-
-
-def _make_groups(
-    names: dict[Ranks, list[str]], backend: str | None, timeout: timedelta | None
-) -> tuple[Groups, list[dist.ProcessGroup]]:
-    """Make one group for each set of ranks; return those of this rank, and the ones to destroy later.
-
-    Only plain new_group calls, the same on every rank: use_local_synchronization waits forever on torch
-    before 2.14 once ranks have made unequal numbers of groups.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    groups: Groups = {}
-    made: list[dist.ProcessGroup] = []
-    for number, (ranks, called) in enumerate(names.items()):
-        default = dist.group.WORLD
-        if len(ranks) == world and backend is None and default is not None:
-            groups[ranks] = default
-            continue
-        if number == world:
-            _level_group_numbers(groups[(rank,)])
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=",".join(called))
-        if rank in ranks:  # for all others torch returns a number that collectives take without a word
-            groups[ranks] = group
-            made.append(group)
-    return groups, made
-
-
-def _level_group_numbers(alone: dist.ProcessGroup) -> None:
-    """Make the next group the same number for torch on every rank. Collective.
-
-    torch names a group by how many this process made before. Once some ranks have made one among
-    themselves by plain new_group, each later group goes by two names, and its ranks wait for each other
-    forever. `alone`, the last group that waited for nobody, shows where this rank is; a call for a group of
-    others only counts, so the ranks behind make such calls.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    name = alone.group_name
-    if not name.isdigit():
-        return  # named after its ranks
-    mine = int(name) - rank
-    numbers = _from_all(mine)
-    most = max(numbers)
-    if min(numbers) == most:
-        return
-    behind = [other for other, number in enumerate(numbers) if number < most]
-    said = (
-        f"{len(behind)} of {world} ranks, rank {behind[0]} first, had made fewer process groups than others"
-    )
-    if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        raise RankMismatch(f"{said}: with eager communicators every rank has to take part in each")
-    for _ in range(most - mine):
-        dist.new_group([(rank + 1) % world])
-    _log.warning("%s; they are level now", said)
-
-
-# -- meshes ------------------------------------------------------------------------------------------------
-
-
 def _view_dims(layout: ParallelLayout) -> list[tuple[str, ...]]:
     """Return, beside the axes, the ways to see the world as a grid that has a composed name as an axis."""
     candidates = [
@@ -410,7 +303,9 @@ def _view_dims(layout: ParallelLayout) -> list[tuple[str, ...]]:
         experts = _replaced(layout, layout.axes_of("ep"), ("efsdp", "ep"))
         tensor = tuple("etp" if axis == "tp" else axis for axis in experts)
         candidates.append(tensor if "tp" in experts else (*experts, "etp"))
-    return [dims for dims in dict.fromkeys(candidates) if _is_row_major(layout, dims)]
+    return [
+        dims for dims in dict.fromkeys(candidates) if dims != layout.order and _is_row_major(layout, dims)
+    ]
 
 
 def _replaced(layout: ParallelLayout, axes: Sequence[str], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -420,7 +315,7 @@ def _replaced(layout: ParallelLayout, axes: Sequence[str], names: tuple[str, ...
     for axis in layout.order:
         if axis not in axes:
             dims.append(axis)
-        if large and axis == large[-1]:
+        if axis in large[-1:]:
             dims += names
     return tuple(dims)
 

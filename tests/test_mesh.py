@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,7 @@ def ask_for_meshes(rank: int, world_size: int) -> None:
     hybrid = meshes["dp_replicate", "fsdp"]
     assert hybrid.mesh_dim_names == ("dp_replicate", "fsdp")
     assert hybrid is meshes["dp_replicate", "dp_shard_cp"]
+    assert meshes.root is meshes[layout.order]
     assert meshes["dp_shard", "tp"].mesh.tolist() == meshes.root["dp_shard", "tp"].mesh.tolist()
     (grid,) = (grid for grid in layout.grids("ep_tp") if any(rank in row for row in grid))
     assert meshes["ep_tp"].mesh.tolist() == [list(row) for row in grid]
@@ -142,6 +145,19 @@ def build_for_other_devices(rank: int, world_size: int) -> None:
 
 def test_a_device_type_needs_a_backend() -> None:
     run_ranks(2, build_for_other_devices, timeout=LIMIT_S)
+
+
+def test_no_torch_no_meshes() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import dprims\n"
+        "try: dprims.ParallelLayout(world_size=1).build('cpu')\n"
+        "except dprims.MissingExtra as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "torch is not installed; pip install 'dprims[torch]'\n"
 
 
 def test_no_job_no_meshes() -> None:
