@@ -170,9 +170,7 @@ class WatchHub:
                     found.wake()
 
     def _created(self, watch: Watch, response: Any) -> None:
-        if (
-            response.canceled
-        ):  # refused: an auth token that ran out, as the waiter would not be here otherwise
+        if response.canceled:  # refused: its waiter may read the key, so it is our token that ran out
             self._link.forget_token()
             watch.wake()
             self._restart()

@@ -58,6 +58,33 @@ def keys(server: EtcdServer) -> int:
     return metric(server, "etcd_debugging_mvcc_keys_total")
 
 
+# -- the stubs -------------------------------------------------------------------------------------
+
+
+def test_loading_the_stubs_changes_nothing_for_others() -> None:
+    """The matrix in tests/venvs goes through the versions; this is the one at hand."""
+    program = """
+import sys
+from dprims.backends._etcd3_shim import load_etcdrpc
+rpc = load_etcdrpc()
+assert not [finder for finder in sys.meta_path if "dprims" in type(finder).__module__]
+import etcd3, etcd3.etcdrpc
+assert etcd3.etcdrpc is rpc is load_etcdrpc()
+assert rpc.NOSPACE == rpc.AlarmType.Value("NOSPACE") == 1
+request = rpc.TxnRequest(compare=[rpc.Compare(key=b"k", create_revision=7)])
+assert rpc.TxnRequest.FromString(request.SerializeToString()) == request
+from google.protobuf import descriptor_pool
+try:
+    descriptor_pool.Default().FindFileByName("kv.proto")
+except KeyError:
+    print("private")
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "private\n", "")
+
+
 # -- URLs ------------------------------------------------------------------------------------------
 
 
