@@ -115,7 +115,15 @@ class RedisBackend(Backend):
         return replies.values == [1] or replies.retried  # the try whose reply was lost may have done it
 
     def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
-        asked = [(ticket, ticket.held) for ticket in map(_ours, tickets)]
+        # whoever sits in await_turn asks by itself, so one more waiter costs no beat of all the others
+        now = self.clock()
+        asked = [
+            (ticket, ticket.held)
+            for ticket in map(_ours, tickets)
+            if not ticket.awaited or now - ticket.proven > ticket.ttl / 3
+        ]
+        if not asked:
+            return None
         replies = self._wire.call(
             *(_on_queue(lua.BEAT, ticket.name, ticket.id, ticket.ttl_ms) for ticket, _ in asked),
             timeout=timeout,
