@@ -14,6 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from dprims.exceptions import HandshakeMismatch, RefitAborted, RefitError, RefitTimeout
+from dprims.synchronizer.clients import Clients
 from dprims.synchronizer.group import CommGroup, leader_store
 from dprims.synchronizer.guard import Guard
 from dprims.synchronizer.handshake import handshake
@@ -43,7 +44,7 @@ def meet(size: int, **each: dict[str, Any]) -> list[BaseException | None]:
         options = {"record": {"epoch": "1.1"}, "guard": Guard(deadline=time.monotonic() + 5.0)}
         options |= each.get(f"rank{rank}", {})
         try:
-            handshake(_Cloned(store), rank, size, **options)  # type: ignore[arg-type]
+            handshake(Clients(_Cloned(store)), rank, size, **options)  # type: ignore[arg-type]
         except RefitError as error:
             errors[rank] = error
 
@@ -159,7 +160,7 @@ def test_a_cancel_ends_the_handshake() -> None:
     guard = Guard()
     threading.Timer(0.1, guard.cancel.set, ("rank 2 died",)).start()
     with pytest.raises(RefitAborted, match="rank 2 died"):
-        handshake(_Cloned(HashStore()), 0, 2, {}, guard=guard)
+        handshake(Clients(_Cloned(HashStore())), 0, 2, {}, guard=guard)
 
 
 def test_a_frozen_store_does_not_hold_anybody() -> None:
@@ -172,7 +173,7 @@ def test_a_frozen_store_does_not_hold_anybody() -> None:
     store = Frozen()
     try:
         with pytest.raises(RefitTimeout):
-            handshake(store, 1, 2, {}, guard=Guard(deadline=time.monotonic() + 0.2))
+            handshake(Clients(store), 1, 2, {}, guard=Guard(deadline=time.monotonic() + 0.2))
     finally:
         store.melt.set()
 

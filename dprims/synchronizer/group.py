@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..exceptions import DeviceLost, RefitAborted
+from .clients import Clients
 from .graveyard import bury
 from .guard import POLL_S, Guard, Query
 from .handshake import handshake
@@ -52,7 +53,7 @@ class CommGroup:
     def __init__(
         self,
         pg: ProcessGroup,
-        store: Any,
+        clients: Clients,
         name: str,
         rank: int,
         size: int,
@@ -60,7 +61,7 @@ class CommGroup:
         op_timeout_s: float,
     ) -> None:
         self._pg: ProcessGroup | None = pg
-        self._store = store
+        self._clients = clients
         self._rounds = 0
         self.name = name
         self.rank = rank
@@ -96,7 +97,7 @@ class CommGroup:
         begin, everybody is there.
 
         Args:
-            store: the leader's store, a torch `Store`.
+            store: the leader's store, a torch `Store`; or the `Clients` of it, to keep their connections.
             prefix: a prefix that no other group of this store has, or had.
             rank: this rank within the group.
             size: number of ranks.
@@ -112,8 +113,6 @@ class CommGroup:
             ValueError: rank, size, backend or device do not fit together.
             HandshakeMismatch, RefitError, RefitTimeout, RefitAborted: as `handshake`.
         """
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
         where = torch.device(device)
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
@@ -122,19 +121,19 @@ class CommGroup:
         if (backend, where.type) not in (("gloo", "cpu"), ("nccl", "cuda")):
             raise ValueError(f"backend {backend!r} with device {where}: gloo needs cpu, nccl needs cuda")
         guard = guard or Guard(deadline=time.monotonic() + timeout_s, what=prefix)
-        own = PrefixStore(prefix, store)
+        clients = store if isinstance(store, Clients) else Clients(store)
         handshake(
-            own, rank, size, record or {}, guard=guard, key="build", plan=plan, members=members,
-            refusal=refusal, group=prefix,
+            clients, rank, size, record or {}, guard=guard, prefix=prefix, key="build", plan=plan,
+            members=members, refusal=refusal, group=prefix,
         )  # fmt: skip
 
         half_built: list[ProcessGroup] = []
 
         def connect() -> ProcessGroup:
-            client = PrefixStore(prefix, store.clone())
-            if backend == "nccl":
-                return _nccl(client, rank, size, where, op_timeout_s, half_built)
-            return _gloo(client, rank, size, op_timeout_s, address)
+            with clients.lend(prefix) as client:
+                if backend == "nccl":
+                    return _nccl(client.clone(), rank, size, where, op_timeout_s, half_built)
+                return _gloo(client, rank, size, op_timeout_s, address)
 
         try:
             pg = guard.call(connect, f"connecting {prefix}")
@@ -143,7 +142,7 @@ class CommGroup:
                 _abort_aside(half_built[0], where, prefix)
                 bury(half_built, op_timeout_s)
             raise
-        return cls(pg, own, prefix, rank, size, where, op_timeout_s)
+        return cls(pg, clients, prefix, rank, size, where, op_timeout_s)
 
     def handshake(
         self,
@@ -157,8 +156,8 @@ class CommGroup:
         """Agree once more, such as on a new plan. Collective; arguments and errors as `handshake`."""
         self._rounds += 1
         handshake(
-            self._store, self.rank, self.size, record, guard=guard, key=f"round/{self._rounds}", plan=plan,
-            members=members, refusal=refusal, group=self.name,
+            self._clients, self.rank, self.size, record, guard=guard, prefix=self.name,
+            key=f"round/{self._rounds}", plan=plan, members=members, refusal=refusal, group=self.name,
         )  # fmt: skip
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..exceptions import HandshakeMismatch, RefitError, RefitTimeout
+from .clients import Clients
 from .guard import Guard
 from .plan import Plan
 
@@ -39,12 +40,13 @@ LAST_WORDS_S = 0.5
 
 
 def handshake(
-    store: Any,
+    clients: Clients,
     rank: int,
     size: int,
     record: Mapping[str, Any],
     *,
     guard: Guard,
+    prefix: str = "",
     key: str = "handshake",
     plan: Plan | None = None,
     members: Sequence[str] | None = None,
@@ -54,11 +56,12 @@ def handshake(
     """Return when all ranks have come and agree. Collective.
 
     Args:
-        store: a torch `Store` under a prefix of this group's own.
+        clients: of the store where the ranks meet.
         rank: this rank within the group; rank 0 compares.
         size: number of ranks in the group.
         record: JSON values that all ranks must have in common; compared in rank 0's order of keys.
         guard: bounds the wait.
+        prefix: what is this group's own in that store.
         key: a name that is used once in this store; the caller counts.
         plan: this rank's plan, when there is one; digest and bucket size join the record.
         members: what to call each rank in messages; by default host and process id.
@@ -81,7 +84,7 @@ def handshake(
         "says": json.loads(json.dumps(says)),
         "refusal": refusal,
     }
-    desk = _Desk(store, rank, size, card, plan, members, key, group)
+    desk = _Desk(clients, prefix, rank, size, card, plan, members, key, group)
     try:
         verdict = guard.call(desk.run, f"the handshake of {group}")
     except RefitTimeout as error:
@@ -107,7 +110,8 @@ class _Desk:
 
     def __init__(
         self,
-        store: Any,
+        clients: Clients,
+        prefix: str,
         rank: int,
         size: int,
         card: dict[str, Any],
@@ -119,15 +123,16 @@ class _Desk:
         self.stop = threading.Event()
         self.ended = threading.Event()
         self.missing: list[str] = []
-        self._store, self._rank, self._size, self._card, self._plan = store, rank, size, card, plan
+        self._clients, self._prefix, self._rank, self._size = clients, prefix, rank, size
+        self._card, self._plan = card, plan
         self._members, self._key, self._group = members, key, group
 
     def run(self) -> tuple[str, str]:
-        store: Any = self._store.clone()
         try:
-            store.set(f"{self._key}/{self._rank}", json.dumps(self._card))
-            verdict = self._judge(store) if self._rank == 0 else self._submit(store)
-            self.missing = self._absent(store) if verdict is None else []
+            with self._clients.lend(self._prefix) as store:
+                store.set(f"{self._key}/{self._rank}", json.dumps(self._card))
+                verdict = self._judge(store) if self._rank == 0 else self._submit(store)
+                self.missing = self._absent(store) if verdict is None else []
             return verdict or ("timeout", f"{self._group}: {', '.join(self.missing)} did not come in time")
         finally:
             self.ended.set()

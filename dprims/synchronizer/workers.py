@@ -23,6 +23,7 @@ from ..backend import Backend, connect
 from ..exceptions import BackendError, DprimsError, RefitAborted, RefitError, TornWeights
 from ..roster import Roster
 from .calls import RankInfo, RefitAnswer, RefitCall, RefitSite
+from .clients import Clients
 from .group import CommGroup
 from .guard import CancelFlag, Guard
 from .interfaces import WeightSink, WeightSource
@@ -113,7 +114,7 @@ class _Worker:
         self._plans: tuple[Plan, ...] = ()
         self._epoch_call: RefitCall | None = None
         self._watched: set[tuple[Any, int]] = set()
-        self._store: tuple[tuple[str, int], Any] | None = None
+        self._store: tuple[tuple[str, int], Clients] | None = None
         self._closed = False
         for target, name in ((self._run_machine, "machine"), (self._run_tasks, "transfer")):
             threading.Thread(target=target, name=f"dprims-{name}-{seat}", daemon=True).start()
@@ -417,13 +418,11 @@ class _Worker:
                 {"epoch": str(call.epoch)}, guard=guard, plan=self._plans[stage], refusal=refusal
             )
 
-    def _leader_store(self, where: tuple[str, int], guard: Guard) -> Any:
+    def _leader_store(self, where: tuple[str, int], guard: Guard) -> Clients:
         if self._store is None or self._store[0] != where:
             left = guard.remaining(30.0)
-            self._store = (
-                where,
-                guard.call(lambda: join_store(*where, timeout_s=left), "joining the leader's store"),
-            )
+            store = guard.call(lambda: join_store(*where, timeout_s=left), "joining the leader's store")
+            self._store = (where, Clients(store))
         return self._store[1]
 
     def _strike(self, phase: str) -> None:
