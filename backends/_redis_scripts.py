@@ -67,24 +67,43 @@ local function wake(id, ttl)
   redis.call('PEXPIRE', prefix .. 'wake:' .. id, ttl)
 end
 
--- The holder's entry; a lock without holder goes to its first live waiter. False when there is none.
-local function settle()
-  local entry = redis.call('GET', lock)
-  while not entry do
+-- Give a lock that has no holder to its first live waiter: the new holder's entry, or false.
+local function hand_over()
+  while true do
     local first = redis.call('LPOP', queue)
     if not first then
-      redis.call('ZREM', names, name)
       return false
     end
     local waiter = redis.call('GET', prefix .. 'ticket:' .. first)
     if waiter then
       local ttl, record = string.match(waiter, '^(%d+) (.*)$')
       redis.call('DEL', prefix .. 'ticket:' .. first)
-      entry = grant(first, ttl, record)
       wake(first, ttl)
+      return grant(first, ttl, record)
     end
   end
+end
+
+local function hand_over_or_forget()
+  local entry = hand_over()
+  if not entry then
+    redis.call('ZREM', names, name)
+  end
   return entry
+end
+
+-- The holder's entry, after a lock without holder was given to its first live waiter, or false.
+local function settle()
+  return redis.call('GET', lock) or hand_over_or_forget()
+end
+
+-- An abandoned queue vanishes, but never before the last of its live waiters.
+local function keep_queue(ttl)
+  local left = redis.call('PTTL', queue)
+  if left < 2 * ttl then
+    redis.call('PEXPIRE', queue, 2 * ttl)
+  end
+  return left ~= -2
 end
 """
 
@@ -96,25 +115,24 @@ ACQUIRE = Script(
     + """
 local ttl, record = ARGV[4], ARGV[5]
 local ticket = prefix .. 'ticket:' .. id
-local entry = settle()
-if entry then
-  if id_of(entry) ~= id then
-    if redis.call('PEXPIRE', ticket, ttl) == 0 then
-      redis.call('SET', ticket, ttl .. ' ' .. record, 'PX', ttl)
-      if not redis.call('LPOS', queue, id) then
-        redis.call('RPUSH', queue, id)
-      end
-    end
-    -- an abandoned queue vanishes, but never before the last of its live waiters
-    if redis.call('PTTL', queue) < 2 * ttl then
-      redis.call('PEXPIRE', queue, 2 * ttl)
-    end
-    return {false, redis.call('PTTL', lock)}
-  end
+local entry = redis.call('GET', lock) or hand_over()
+if not entry then
+  entry = grant(id, ttl, record)
+elseif id_of(entry) == id then
   redis.call('PEXPIRE', lock, ttl)
   redis.call('DEL', prefix .. 'wake:' .. id)
 else
-  entry = grant(id, ttl, record)
+  if redis.call('PEXPIRE', ticket, ttl) == 0 then
+    redis.call('SET', ticket, ttl .. ' ' .. record, 'PX', ttl)
+    if not redis.call('LPOS', queue, id) then
+      redis.call('RPUSH', queue, id)
+    end
+  end
+  if not keep_queue(ttl) then
+    redis.call('RPUSH', queue, id)
+    keep_queue(ttl)
+  end
+  return {false, redis.call('PTTL', lock)}
 end
 return {string.match(entry, '^%S+ (%d+)'), 0}
 """,
@@ -129,7 +147,7 @@ if id_of(redis.call('GET', lock)) ~= id then
   return 0
 end
 redis.call('DEL', lock)
-settle()
+hand_over_or_forget()
 return 1
 """,
 )
@@ -163,6 +181,7 @@ if id_of(redis.call('GET', lock)) == id then
   redis.call('PEXPIRE', lock, ARGV[4])
   return 2
 end
+keep_queue(ARGV[4])
 return redis.call('PEXPIRE', prefix .. 'ticket:' .. id, ARGV[4])
 """,
 )
@@ -177,7 +196,7 @@ if not entry or string.match(entry, '^%S+ (%d+)') ~= ARGV[3] then
   return 0
 end
 redis.call('DEL', lock)
-settle()
+hand_over_or_forget()
 return 1
 """,
 )

@@ -212,6 +212,23 @@ def test_a_queue_whose_waiters_all_died_vanishes(backend: RedisBackend, admin: r
     assert admin.keys("*") == [b"{dprims}:token"]
 
 
+def test_a_queue_that_was_evicted_is_joined_again(backend: RedisBackend, admin: redis.Redis) -> None:
+    holder, waiter = backend.enqueue("evicted", 60, b""), backend.enqueue("evicted", 60, b"")
+    admin.delete("{dprims}:queue:evicted")
+    assert not backend.await_turn(waiter, 0)
+    assert backend.release(holder)
+    assert backend.await_turn(waiter, 0)
+
+
+def test_beats_alone_keep_a_waiters_place(backend: RedisBackend, admin: redis.Redis) -> None:
+    holder, waiter = backend.enqueue("kept", 60, b""), backend.enqueue("kept", 0.2, b"")
+    until_then = time.monotonic() + 1
+    while time.monotonic() < until_then:
+        backend.beat([waiter], LIMIT)
+    assert backend.release(holder)
+    assert backend.await_turn(waiter, 0)
+
+
 def test_a_hand_over_gives_the_next_owner_its_own_ttl(backend: RedisBackend, admin: redis.Redis) -> None:
     first, second = backend.enqueue("own", 1, b""), backend.enqueue("own", 30, b"")
     assert backend.release(first)
