@@ -1,77 +1,40 @@
 """The rank's side of a refit: :class:`WeightSender` of a trainer, :class:`WeightReceiver` of a shard.
 
-Each is a thin shell around the pure :class:`~dprims.synchronizer.protocol.Member`. One thread owns the
-machine and takes events from an inbox; one thread builds groups and moves bytes, under a guard; one watches
-the decision. A call only puts a message in the inbox, so a call never blocks, and its future is done when
-the machine answers.
+Around the shell of the protocol's machine, one thread builds groups and moves bytes, under a guard.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from ..backend import Backend, connect
-from ..exceptions import BackendError, DprimsError, RefitAborted, RefitError, TornWeights
-from ..roster import Roster
-from .calls import RankInfo, RefitAnswer, RefitCall, RefitSite
+from ..exceptions import RefitAborted, RefitError, TornWeights
+from .calls import RankInfo, RefitCall
 from .clients import Clients
 from .group import CommGroup
 from .guard import CancelFlag, Guard
 from .interfaces import WeightSink, WeightSource
 from .plan import Plan
-from .protocol import (
-    Answer,
-    Broke,
-    Cancel,
-    CellRead,
-    Drop,
-    Holding,
-    Join,
-    Joined,
-    Member,
-    Message,
-    Perform,
-    Performed,
-    ReadTerm,
-    Reply,
-    Started,
-    TermRead,
-    Version,
-    WriteAbort,
-    current_key,
-    decision_key,
-    decode_decision,
-    encode_decision,
-    next_key,
-)
+from .protocol import Broke, Cancel, Drop, Message, Performed
 from .rendezvous import join_store
+from .shell import MemberShell, why
 from .transfer import TransferStats, lacks_memory, participate, receive, send
 
 if TYPE_CHECKING:
     import torch
 
-    from ..lock import Grant
+    from ..membership import RefitMembership
     from ..testing.faults import FaultInjector
-
-log = logging.getLogger("dprims.synchronizer.workers")
 
 GLOO_SLACK_S = 10.0
 """How much longer than the refit's own bound torch's timeout of a gloo group is."""
 NCCL_SLACK = 10.0
 """The same for NCCL, as a factor: torch's watchdog must never be first, as it ends the process."""
 NCCL_LEAST_S = 600.0
-WATCH_SLICE_S = 10.0
-REJOIN_S = 1.0
-"""Pause before a rank whose entry lapsed tries again to join, when the backend does not answer."""
 
 
 class _Task:
@@ -83,8 +46,8 @@ class _Task:
         self.cancel = CancelFlag()
 
 
-class _Worker:
-    """What senders and receivers share: the machine, its threads, the roster entry, the groups."""
+class _Worker(MemberShell):
+    """What senders and receivers share: the groups, and the thread that uses them."""
 
     def __init__(
         self,
@@ -96,251 +59,45 @@ class _Worker:
     ) -> None:
         import torch
 
-        self.seat = seat
         self.device = torch.device(device)
         self.faults = faults
-        self._member = Member(sends=sends)
-        self._site: RefitSite | None = None
-        self._backend: Backend | None = None
-        self._roster: Roster | None = None
-        self._entry: Grant | None = None
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._running: _Task | None = None
-        self._calls: dict[Message, RefitCall] = {}
-        self._waiting: dict[Message, list[Future[RefitAnswer]]] = {}
-        self._outcome: dict[Message, tuple[BaseException | None, dict[int, TransferStats]]] = {}
         self._groups: dict[int, CommGroup] = {}
         self._plans: tuple[Plan, ...] = ()
-        self._epoch_call: RefitCall | None = None
-        self._watched: set[tuple[Any, int]] = set()
         self._store: tuple[tuple[str, int], Clients] | None = None
-        self._closed = False
-        for target, name in ((self._run_machine, "machine"), (self._run_tasks, "transfer")):
-            threading.Thread(target=target, name=f"dprims-{name}-{seat}", daemon=True).start()
+        super().__init__(seat, sends=sends)
+        threading.Thread(target=self._run_tasks, name=f"dprims-transfer-{seat}", daemon=True).start()
 
-    # -- calls: none of them blocks ---------------------------------------------------------------------
+    # -- for the machine ---------------------------------------------------------------------------------
 
-    def prepare_refit_info(self, site: RefitSite, known: str = "") -> Future[RankInfo]:
-        """Join the roster at *site*, unless that is done, and say who this rank is and what it sends.
-
-        *known* is the digest of the metadata that the caller has; equal metadata is not sent again.
-        """
-        future: Future[RankInfo] = Future()
-        self._inbox.put(lambda: self._prepare(site, known, future))
-        return future
-
-    def submit(self, call: RefitCall) -> Future[RefitAnswer]:
-        """Hand one call of the protocol to the machine; the future has its answer."""
-        future: Future[RefitAnswer] = Future()
-        message = call.message(self.seat)
-
-        def take() -> None:
-            if self._closed:
-                future.set_exception(RefitError(f"rank at seat {self.seat} has been closed"))
-                return
-            self._calls[message] = call
-            self._waiting.setdefault(message, []).append(future)
-            try:
-                if message.kind == "rollback":
-                    self._strike("settle")
-                self._handle(message)
-            except Exception as error:  # noqa: BLE001 - it is the answer
-                self._outcome[message] = (error, {})
-                self._answer(Answer(message, Reply("error", _why(error), self._member.seen)))
-
-        self._inbox.put(take)
-        return future
-
-    ask = init_collective = rollback = submit
-
-    @property
-    def holding(self) -> Holding:
-        """What this rank has live and staged, and whether it is paused."""
-        return Holding(self._member.live, self._member.staged, self._member.paused)
-
-    @property
-    def version(self) -> Version | None:
-        """The version that is live here, or None."""
-        return self._member.live
-
-    @property
-    def incarnation(self) -> int:
-        """The token of this rank's roster entry; 0 while it is not in."""
-        return self._member.incarnation
-
-    def close(self) -> None:
-        """Leave the roster and end the threads. What runs is cancelled. Idempotent, bounded."""
-        done = threading.Event()
-
-        def leave() -> None:
-            self._closed = True
-            if self._running is not None:
-                self._running.cancel.set("this rank is closing", f"seat {self.seat}")
-            self._tasks.put(None)
-            if self._backend is not None:
-                with suppress(DprimsError):
-                    self._backend.close()
-            self._inbox.put(None)
-            done.set()
-
-        self._inbox.put(leave)
-        done.wait(10.0)
-
-    # -- the machine's thread ----------------------------------------------------------------------------
-
-    def _run_machine(self) -> None:
-        while (step := self._inbox.get()) is not None:
-            try:
-                step()
-            except Exception:
-                log.exception("rank at seat %d: an event of the protocol failed", self.seat)
-
-    def _handle(self, event: Any) -> None:
-        for action in self._member.handle(event):
-            getattr(self, self._ACTIONS[type(action)])(action)
-
-    _ACTIONS: ClassVar = {
-        Join: "_join",
-        ReadTerm: "_read_term",
-        Perform: "_perform",
-        Cancel: "_cancel",
-        Drop: "_drop",
-        WriteAbort: "_write_abort",
-        Answer: "_answer",
-    }
-
-    def _prepare(self, site: RefitSite, known: str, future: Future[RankInfo]) -> None:
-        try:
-            if self._site != site or self._backend is None:
-                self._attach(site)
-            if not self._member.ready or self._entry is None or self._entry.lost:
-                self._handle(Started())
-            future.set_result(self._info(known))
-        except Exception as error:  # noqa: BLE001 - it is the answer
-            future.set_exception(error)
-
-    def _attach(self, site: RefitSite) -> None:
-        old, self._backend = self._backend, None
-        if old is not None:
-            with suppress(DprimsError):
-                old.close()
-        self._backend = connect(site.backend)
-        self._site = site
-        self._roster = Roster(site.fleet, self._backend, namespace=site.namespace, ttl=site.roster_ttl_s)
-
-    def _join(self, action: Join) -> None:
-        roster = self._at_site(self._roster)
-        self._entry = roster.join(str(self.seat), on_lost=lambda: self._inbox.put(self._lapsed))
-        self._handle(Joined(self._entry.token))
-
-    def _lapsed(self) -> None:
-        """The roster entry is gone: stop serving, and come back as somebody new."""
-        if self._closed or self._entry is None or not self._entry.lost:
-            return
-        log.warning("rank at seat %d: its roster entry lapsed; it joins again, stale", self.seat)
-        try:
-            self._handle(Started())
-        except DprimsError as error:
-            log.warning("rank at seat %d could not join again yet: %s", self.seat, error)
-            timer = threading.Timer(REJOIN_S, lambda: self._inbox.put(self._lapsed))
-            timer.daemon = True
-            timer.start()
-
-    def _read_term(self, action: ReadTerm) -> None:
-        backend, site = self._at_site(self._backend), self._at_site(self._site)
-        terms = [place.token or 0 for place in backend.queue(site.leader_lock)[:1]]
-        for key in (next_key(site.prefix), current_key(site.prefix)):
-            found = backend.read_fenced(key)
-            if found is not None:
-                terms.append(found[0])
-        self._handle(TermRead(max(terms, default=0)))
-
-    def _perform(self, action: Perform) -> None:
-        message = action.message
-        call = self._calls[message]
-        if message.kind in ("build", "recv"):
-            task = _Task(message, call)
-            self._running = task
-            self._watch(message)
-            self._tasks.put(task)
-            return
-        try:
-            self._act(message)
-        except Exception as error:  # noqa: BLE001 - a sink's own error is the answer
-            self._outcome[message] = (error, {})
-            self._handle(Broke(message, _why(error)))
-        else:
-            self._handle(Performed(message))
-
-    def _act(self, message: Message) -> None:
-        raise NotImplementedError
+    def _begin(self, message: Message, call: RefitCall) -> None:
+        self._running = _Task(message, call)
+        self._tasks.put(self._running)
 
     def _cancel(self, action: Cancel) -> None:
         task = self._running
         if task is not None and task.message == action.message:
             task.cancel.set("the leader or the decision ended it", f"seat {self.seat}")
 
-    def _drop(self, action: Drop) -> None:
-        """Nothing is staged on a trainer."""
+    def _before(self, message: Message) -> None:
+        if message.kind == "rollback":
+            self._strike("settle")
 
-    def _write_abort(self, action: WriteAbort) -> None:
-        backend, site = self._at_site(self._backend), self._at_site(self._site)
-        key = decision_key(site.prefix, action.epoch, action.number)
-        try:
-            backend.write_once(key, encode_decision(f"abort: rank at seat {self.seat}: {action.why}"))
-        except BackendError as error:
-            log.warning("rank at seat %d could not write the abort of %s: %s", self.seat, key, error)
-
-    def _answer(self, action: Answer) -> None:
-        error, stats = self._outcome.pop(action.message, (None, {}))
-        self._calls.pop(action.message, None)
-        answer = RefitAnswer(action.reply, error, stats)
-        for future in self._waiting.pop(action.message, ()):
-            future.set_result(answer)
-
-    def _watch(self, message: Message) -> None:
-        """Have the decision of this epoch and version told to the machine once it stands."""
-        cell = (message.epoch, message.version.number)
-        if cell in self._watched:
-            return
-        self._watched.add(cell)
-        backend, site = self._at_site(self._backend), self._at_site(self._site)
-        key = decision_key(site.prefix, *cell)
-
-        def watch() -> None:
-            while not self._closed and self._member.seen <= message.epoch:
-                try:
-                    value = backend.wait(key, WATCH_SLICE_S)
-                except BackendError as error:
-                    if self._closed:
-                        return
-                    log.warning("rank at seat %d cannot watch %s: %s", self.seat, key, error)
-                    time.sleep(REJOIN_S)
-                    continue
-                if value is not None:
-                    read = CellRead(cell[0], cell[1], decode_decision(value))
-                    self._inbox.put(partial(self._handle, read))
-                    break
-            self._inbox.put(lambda: self._watched.discard(cell))
-
-        threading.Thread(target=watch, name=f"dprims-watch-{self.seat}", daemon=True).start()
-
-    @staticmethod
-    def _at_site(value: Any) -> Any:
-        if value is None:
-            raise RefitError("this rank was never told where its fleet meets: call prepare_refit_info first")
-        return value
+    def _end(self) -> None:
+        if self._running is not None:
+            self._running.cancel.set("this rank is closing", f"seat {self.seat}")
+        self._tasks.put(None)
 
     # -- the thread that moves bytes --------------------------------------------------------------------
 
     def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._inbox.put(self._finished(task))
+            self._do(task)
         self._release_groups()
 
-    def _finished(self, task: _Task) -> Callable[[], None]:
-        """Do a task, and return what tells the machine how it went."""
+    def _do(self, task: _Task) -> None:
+        """Do a task, and tell the machine how it went."""
         message, call = task.message, task.call
         stats: dict[int, TransferStats] = {}
         try:
@@ -355,23 +112,16 @@ class _Worker:
             )
             if message.kind == "build":
                 self._build(call, guard)
-                event: Performed | Broke = Performed(message)
+                event = Performed(message)
             else:
                 digest = self._transfer(call, guard, stats)
                 guard.disarm()
                 event = Performed(message, digest)
-            error: BaseException | None = None
-        except BaseException as failure:  # noqa: BLE001 - it is the answer
+        except BaseException as error:  # noqa: BLE001 - it is the answer
             self._give_up()
-            error, event = failure, Broke(message, _why(failure))
-
-        def tell() -> None:
-            if self._running is task:
-                self._running = None
-            self._outcome[message] = (error, stats)
-            self._handle(event)
-
-        return tell
+            self._finished(Broke(message, why(error)), error, stats)
+        else:
+            self._finished(event, None, stats)
 
     def _build(self, call: RefitCall, guard: Guard) -> None:
         membership = call.membership
@@ -380,7 +130,6 @@ class _Worker:
         self._strike("rebuild")
         self._release_groups()
         self._plans = tuple(Plan.from_bytes(plan) for plan in call.plans)
-        self._epoch_call = call
         rank = membership.rank_at(self.seat)
         if rank is None:
             raise RefitError(f"seat {self.seat} is not in the membership of epoch {call.epoch}")
@@ -444,11 +193,8 @@ class _Worker:
     def _sink(self) -> WeightSink | None:
         return None
 
-    def _stages(self, membership: Any) -> list[int]:
+    def _stages(self, membership: RefitMembership) -> list[int]:
         raise NotImplementedError
-
-    def _info(self, known: str) -> RankInfo:
-        return RankInfo(self.seat, self._member.incarnation)
 
     def _transfer(self, call: RefitCall, guard: Guard, stats: dict[int, TransferStats]) -> str:
         raise NotImplementedError
@@ -478,16 +224,23 @@ class WeightSender(_Worker):
 
     broadcast_weights_for_collective = _Worker.submit
 
+    def _act(self, message: Message) -> None:
+        """A trainer is not asked to pause, commit or resume."""
+        raise RefitError(f"seat {self.seat} is a trainer's; it cannot {message.kind}")
+
+    def _drop(self, action: Drop) -> None:
+        """Nothing is staged on a trainer."""
+
     def _info(self, known: str) -> RankInfo:
         if not self.head:
-            return RankInfo(self.seat, self._member.incarnation)
+            return super()._info(known)
         metas = tuple(self.source.metadata())
         digest = hashlib.sha256(repr(metas).encode()).hexdigest()
         return RankInfo(
             self.seat, self._member.incarnation, self.stage, None if digest == known else metas, digest
         )
 
-    def _stages(self, membership: Any) -> list[int]:
+    def _stages(self, membership: RefitMembership) -> list[int]:
         return [self.stage] if self.head else []
 
     def _transfer(self, call: RefitCall, guard: Guard, stats: dict[int, TransferStats]) -> str:
@@ -541,7 +294,7 @@ class WeightReceiver(_Worker):
     def _sink(self) -> WeightSink | None:
         return self.sink
 
-    def _stages(self, membership: Any) -> list[int]:
+    def _stages(self, membership: RefitMembership) -> list[int]:
         return list(range(len(membership.stage_heads)))
 
     def _transfer(self, call: RefitCall, guard: Guard, stats: dict[int, TransferStats]) -> str:
@@ -561,7 +314,7 @@ class WeightReceiver(_Worker):
         except BaseException as error:
             self.sink.rollback()
             if getattr(self.sink, "torn", False):
-                raise TornWeights(f"seat {self.seat}: an in-place receive was cut: {_why(error)}") from error
+                raise TornWeights(f"seat {self.seat}: an in-place receive was cut: {why(error)}") from error
             raise
         contents = [stats[stage].content for stage in sorted(stats)]
         return hashlib.sha256("".join(contents).encode()).hexdigest() if all(contents) else ""
@@ -595,11 +348,7 @@ def _metas(plan: Plan) -> list[Any]:
     return [*plan.tensors, *aliases]
 
 
-def _member_name(membership: Any, rank: int) -> str:
+def _member_name(membership: RefitMembership, rank: int) -> str:
     shard = membership.shard_of(rank)
     where = "trainer" if shard is None else f"shard {shard}"
     return f"rank {rank} ({where}, seat {membership.seat_of(rank)})"
-
-
-def _why(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
