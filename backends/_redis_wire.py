@@ -267,6 +267,8 @@ def redacted(url: str) -> str:
 
 def _where(connection_class: type, options: dict[str, Any]) -> str:
     db = f"/{options['db']}" if options.get("db") else ""
+    if "connection_pool" in options:
+        return f"redis{db} ({options['connection_pool'].service_name!r} of a Sentinel)"
     if "path" in options:
         return f"unix://{options['path']}{db}"
     scheme = "rediss" if "SSL" in connection_class.__name__ else "redis"
