@@ -1,9 +1,10 @@
-"""A digest of a buffer that costs two reads of it, and sees position.
+"""A digest of a buffer that costs one read of it, and sees position.
 
-The bytes are taken as rows of `ROW` 8-byte words. The sum of each row (int64, wrapping) is kept as it is, so
-rows that are swapped, or lie elsewhere, differ; the sum of each column, over all rows, is mixed and weighted
-into one number, so words that are swapped within a row differ. Any change of one word changes its row. It is
-no cryptographic hash: it finds accidents, not attacks.
+The bytes are taken as rows of `ROW` 8-byte words; the sums of the columns, over `ROWS` rows at a time, are
+int64 and wrap. Any change of a word changes the sum of its column. Words that trade places change two,
+unless they are a multiple of `ROW` words apart: since `ROW` is four times a prime that no tensor's extent
+has for a factor, rows, chunks or tensors that trade places, or lie elsewhere, are seen. The sums of a block
+are mixed and weighted into one number. It is no cryptographic hash: it finds accidents, not attacks.
 
 Works on any device, and on CUDA never waits for it.
 """
@@ -16,16 +17,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["ROW", "Digests", "rows_of"]
+__all__ = ["BLOCK_BYTES", "ROW_BYTES", "Digests"]
 
-ROW = 4096
+ROW = 4 * 1031
 ROW_BYTES = ROW * 8
-BLOCK_ROWS = 16
-
-
-def rows_of(nbytes: int) -> int:
-    """How many rows `nbytes` take, the last one perhaps not full."""
-    return -(-nbytes // ROW_BYTES)
+ROWS = 512
+BLOCK_BYTES = ROW_BYTES * ROWS
+"""What one number stands for: about 17 MB, or a whole region when that is smaller."""
 
 
 class Digests:
@@ -39,46 +37,51 @@ class Digests:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self._starts = [0]
         for size in sizes:
-            self._starts.append(self._starts[-1] + rows_of(size))
-        self._rows = torch.zeros(self._starts[-1], dtype=torch.int64, device=device)
-        self._columns = torch.zeros((len(sizes), ROW), dtype=torch.int64, device=device)
+            self._starts.append(self._starts[-1] + -(-size // BLOCK_BYTES))
+        self._columns = torch.zeros((self._starts[-1], ROW), dtype=torch.int64, device=device)
 
-    def add(self, region: int, data: Tensor) -> None:
-        """Take the digest of region number `region`: one-dimensional, contiguous, uint8.
+    def add(self, region: int, data: Tensor, row: int = 0) -> None:
+        """Take the digest of region number `region`, or of a part of it that begins with `row`.
 
+        `data` is one-dimensional, contiguous, uint8; a part that is not the last one consists of whole rows.
         On CUDA it is enqueued on the current stream.
         """
         if data.storage_offset() % 8:
             data = data.clone()
         whole = data.numel() // ROW_BYTES
-        start = self._starts[region]
-        column = self._columns[region]
+        rest = data[whole * ROW_BYTES :]
         if whole:
             words = data[: whole * ROW_BYTES].view(torch.int64).view(whole, ROW)
-            # on a CPU in blocks that a core's cache holds: the second sum reads them there
-            step = BLOCK_ROWS if data.device.type == "cpu" else whole
-            for block in words.split(step):
-                torch.sum(block, dim=1, out=self._rows[start : start + len(block)])
-                column += block.sum(dim=0)
-                start += len(block)
-        rest = data[whole * ROW_BYTES :]
-        if rest.numel() % 8:
-            rest = torch.nn.functional.pad(rest, (0, 8 - rest.numel() % 8))
+            self._add_rows(self._starts[region], words, row)
         if rest.numel():
+            if rest.numel() % 8:
+                rest = torch.nn.functional.pad(rest, (0, 8 - rest.numel() % 8))
             words = rest.view(torch.int64)
-            torch.sum(words, dim=0, out=self._rows[start])
-            column[: words.numel()] += words
+            self._columns[self._starts[region] + (row + whole) // ROWS, : words.numel()] += words
+
+    def _add_rows(self, start: int, words: Tensor, row: int) -> None:
+        """Add whole rows, the first of which is `row` of the region whose first block is `start`."""
+        while len(words):
+            block = start + row // ROWS
+            count = len(words) // ROWS
+            if row % ROWS == 0 and count:
+                taken = count * ROWS
+                torch.sum(
+                    words[:taken].view(count, ROWS, ROW), dim=1, out=self._columns[block : block + count]
+                )
+            else:
+                taken = min(len(words), ROWS - row % ROWS)
+                self._columns[block] += words[:taken].sum(dim=0)
+            words = words[taken:]
+            row += taken
 
     def finish(self) -> Tensor:
-        """All rows, then one number a region, as one int64 tensor on the regions' device."""
+        """One number a block, as an int64 tensor on the regions' device."""
         mixed = self._columns ^ (self._columns >> 32)
-        return torch.cat([self._rows, (mixed * _weights(self._rows.device)).sum(dim=1)])
+        return (mixed * _weights(self._columns.device)).sum(dim=1)
 
-    def locate(self, index: int) -> tuple[int, int | None]:
-        """What position `index` of `finish` speaks of: (region, row), or (region, None) for its columns."""
-        rows = self._starts[-1]
-        if index >= rows:
-            return index - rows, None
+    def locate(self, index: int) -> tuple[int, int]:
+        """What number `index` of `finish` stands for: a region, and a block of `BLOCK_BYTES` within it."""
         region = next(i for i, stop in enumerate(self._starts[1:]) if index < stop)
         return region, index - self._starts[region]
 

@@ -7,18 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..exceptions import TransferCorrupt
-from .digest import ROW_BYTES, Digests
+from .digest import BLOCK_BYTES, ROW_BYTES, Digests
 from .group import CommGroup
 from .guard import Guard, Query, Work
 from .lanes import Lane, Span, TransferStats, lane_for, timed
-from .packing import raw
+from .packing import pack, raw
 from .plan import Bucket, Plan
 
 if TYPE_CHECKING:
@@ -170,6 +170,22 @@ class Loop:
         self.faults.at("bucket", self.rank, flight.bucket.index, buffer=copy)
         self.guard.check()
 
+    def pack(self, bucket: Bucket, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Pack a bucket and take its digest; on a CPU part by part, while each is in the core's cache."""
+        region = self._regions[bucket.index]
+        offsets = [piece.offset for piece in bucket.pieces]
+        first = row = 0
+        for last in _parts(offsets, self.lane.cache_bytes):
+            stop = offsets[last] if last < len(offsets) else bucket.nbytes
+            with self.lane.span("pack", bucket.index):
+                pack(buffer[:stop], tensors[first:last], offsets[first:last])
+            first = last
+            if self._digests is not None:
+                whole = stop if last == len(offsets) else stop // ROW_BYTES * ROW_BYTES
+                with self.lane.span("digest", bucket.index):
+                    self._digests.add(region, buffer[row * ROW_BYTES : whole], row)
+                row = whole // ROW_BYTES
+
     def digest(self, flight: Flight) -> None:
         """Take the digests of a bucket's regions."""
         if self._digests is None:
@@ -212,14 +228,13 @@ class Loop:
         self._flights.pop()
 
     def _explain(self, digests: Digests, index: int, count: int) -> str:
-        region, row = digests.locate(index)
+        region, block = digests.locate(index)
         bucket = next(b for b in self.plan.buckets if region < self._regions[b.index + 1])
         start, stop = _regions(bucket)[region - self._regions[bucket.index]]
-        base = start
-        if row is not None:
-            start, stop = base + row * ROW_BYTES, min(stop, base + (row + 1) * ROW_BYTES)
+        start += block * BLOCK_BYTES
+        stop = min(stop, start + BLOCK_BYTES)
         hit = tuple(p for p in bucket.pieces if p.offset < stop and p.offset + p.stop - p.start > start)
-        names = self.plan.names(Bucket(bucket.index, bucket.lane, hit or bucket.pieces, 0))
+        names = self.plan.names(replace(bucket, pieces=hit or bucket.pieces))
         return (
             f"rank {self.rank} of {self.group.name}: bucket {bucket.index} of {len(self.plan.buckets)} "
             f"({bucket.lane}, {bucket.nbytes} bytes) arrived with another digest than it was sent with: "
@@ -241,6 +256,17 @@ class WireBuffers:
         """What was taken is free again."""
         base = buffer._base
         self._free.append(buffer if base is None else base)
+
+
+def _parts(offsets: Sequence[int], nbytes: int | None) -> list[int]:
+    """Where to cut a list of offsets into parts of about `nbytes`: the ends of the parts."""
+    ends = []
+    start = 0
+    for index, offset in enumerate(offsets):
+        if nbytes is not None and offset - start >= nbytes:
+            ends.append(index)
+            start = offset
+    return [*ends, len(offsets)]
 
 
 def _regions(bucket: Bucket) -> list[tuple[int, int]]:

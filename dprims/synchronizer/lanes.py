@@ -68,8 +68,11 @@ class TransferStats:
 class CpuLane:
     """Tensors in host memory, gloo."""
 
-    depth = 4
+    depth = 6
     """Buckets that may be under way at once."""
+
+    cache_bytes: int | None = 1 << 20
+    """What a core keeps at hand between two looks at it; None where that does not matter."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,6 +106,7 @@ class CudaLane:
     """Tensors on a CUDA device, NCCL. Nothing here makes the host wait."""
 
     depth = 2
+    cache_bytes: int | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

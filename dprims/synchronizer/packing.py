@@ -55,7 +55,7 @@ def _as_words(tensor: Tensor) -> Tensor | None:
     if not tensor.is_contiguous() or not tensor.numel():
         return None
     if tensor.dtype in _CAT_DTYPES:
-        return tensor.view(-1)
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
     size = tensor.element_size()
     if tensor.nbytes % 4 or tensor.storage_offset() * size % 4:
         return None

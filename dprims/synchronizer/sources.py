@@ -167,12 +167,13 @@ def in_plan_order(
 ) -> Iterator[Tensor]:
     """The source's tensors, each held against the plan."""
     expected = plan.tensors[: len(plan.tensors) - bool(plan.kv_scales)]
+    dtypes = {dtype: dtype_of(dtype) for dtype in {meta.dtype for meta in expected}}
     count = 0
     for name, tensor in source:
         meta = expected[count] if count < len(expected) else None
         if meta is None or name != meta.name:
             raise RefitError(_astray(name, count, plan, meta))
-        if tensor.shape != meta.shape or tensor.dtype is not dtype_of(meta.dtype):
+        if tensor.shape != meta.shape or tensor.dtype is not dtypes[meta.dtype]:
             raise RefitError(f"the source yields {tensor.dtype}{list(tensor.shape)} for {meta}: plan again")
         if tensor.device != device:
             raise RefitError(f"{meta} is on {tensor.device}, the group is on {device}")

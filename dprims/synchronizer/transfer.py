@@ -27,7 +27,7 @@ from .guard import Guard
 from .interfaces import LendingSink, WeightSink, WeightSource
 from .lanes import TransferStats, lane_for
 from .memory import free_bytes
-from .packing import dtype_of, flat, pack
+from .packing import dtype_of, flat
 from .plan import Bucket, Plan, TensorMeta
 from .sources import in_plan_order
 
@@ -79,26 +79,17 @@ def send(
                     pulled[position] = next(tensors)
                     position += 1
             loop.lane.follow()
-            if bucket.lane == "direct":
-                for piece in bucket.pieces:
-                    if piece.start == 0:
-                        # a strided tensor above the bucket size is copied once, not once a chunk
-                        pulled[piece.tensor] = flat(pulled[piece.tensor])
-            parts = [pulled[piece.tensor] for piece in bucket.pieces]
-            for piece in bucket.pieces:
-                if piece.stop == plan.tensors[piece.tensor].nbytes:
-                    del pulled[piece.tensor]
+            parts = _parts(bucket, pulled, plan)
             with loop.lane.side():
                 if bucket.lane == "packed":
                     buffer = buffers.take(bucket.nbytes)
-                    with loop.lane.span("pack", bucket.index):
-                        pack(buffer, parts, [piece.offset for piece in bucket.pieces])
+                    loop.pack(bucket, buffer, parts)
                     # whatever was packed has been read by the time the bucket has left
                     flight = Flight(bucket, [buffer], parts, release=partial(buffers.give_back, buffer))
                 else:
                     regions = [data[p.start : p.stop] for data, p in zip(parts, bucket.pieces, strict=True)]
                     flight = Flight(bucket, regions, parts)
-                loop.digest(flight)
+                    loop.digest(flight)
                 loop.corrupt_copy(flight)
                 loop.dispatch(flight)
         next(tensors, None)
@@ -172,6 +163,20 @@ def lacks_memory(sink: WeightSink | None, plans: Sequence[Plan], device: torch.d
     if staging + wire <= free:
         return None
     return f"{staging} bytes of staging and {wire} of wire buffers are needed on {device}, {free} are free"
+
+
+def _parts(bucket: Bucket, pulled: dict[int, Tensor], plan: Plan) -> list[Tensor]:
+    """The tensors of a bucket, flat in the direct lane; each leaves `pulled` with its last byte."""
+    if bucket.lane == "packed":
+        return [pulled.pop(piece.tensor) for piece in bucket.pieces]
+    parts = []
+    for piece in bucket.pieces:
+        if piece.start == 0:
+            # a strided tensor above the bucket size is copied once, not once a chunk
+            pulled[piece.tensor] = flat(pulled[piece.tensor])
+        whole = piece.stop == plan.tensors[piece.tensor].nbytes
+        parts.append(pulled.pop(piece.tensor) if whole else pulled[piece.tensor])
+    return parts
 
 
 class _Unloading:

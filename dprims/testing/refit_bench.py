@@ -11,20 +11,34 @@ import os
 import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from ..synchronizer.group import CommGroup, join_store, leader_store
+from ..synchronizer.guard import Guard
+from ..synchronizer.lanes import lane_for
+from ..synchronizer.packing import dtype_of
 from ..synchronizer.plan import Plan, TensorMeta
+from ..synchronizer.sinks import DictSink
+from ..synchronizer.sources import DictSource
+from ..synchronizer.transfer import receive, send
 from .ranks import run_ranks
 
 __all__ = ["CONTESTANTS", "MODELS", "Measured", "bench_refit", "cut", "model_metas"]
 
 DEADLINE_S = 120.0
+FLAT_BYTES = 4 << 30
+"""Most memory that the flat contestants and the device copy take."""
 
 CONTESTANTS = {
     "device copy": "b.copy_(a) from one GPU to the other: the limit (CUDA, two GPUs)",
-    "flat": "broadcasts of one buffer, in buckets of the plan's size: no tensors at all",
+    "flat": "broadcasts of one large buffer, in buckets of the plan's size: no tensors",
+    "flat guarded": "the same, each wait under a guard",
     "per tensor": "one broadcast a tensor, one after another",
     "async buckets": "async broadcasts of each tensor, waited for bucket by bucket",
     "cat": "torch.cat into a bucket, broadcast, copy out, one after another",
@@ -160,11 +174,6 @@ def _rank(rank: int, size: int, job: _Job) -> dict[str, dict[str, list[Any]]]:
     if job.device == "cuda":
         # read by NCCL when the communicator is made: this process is the benchmark's own
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    import torch
-    import torch.distributed as dist
-
-    from ..synchronizer.group import CommGroup, join_store, leader_store
-
     where: list[Any] = [None, None]
     store: Any = None
     if rank == 0:
@@ -209,13 +218,7 @@ class _Bench:
     """The tensors of one rank, and each contestant's way to move them."""
 
     def __init__(self, group: Any, job: _Job) -> None:
-        import torch
-
-        from ..synchronizer.packing import dtype_of
-        from ..synchronizer.sinks import DictSink
-        from ..synchronizer.sources import DictSource
-
-        self.group, self.job, self.torch = group, job, torch
+        self.group, self.job = group, job
         self.sends = group.rank == 0
         self.tensors = {
             meta.name: torch.full(meta.shape, 1.0 if self.sends else 0.0, device=group.device).to(
@@ -227,12 +230,11 @@ class _Bench:
         self.source = DictSource(self.tensors)
         self.sink = DictSink(self.tensors)
         self.version = 0
-        self.scratch = [
-            torch.empty(job.bucket_bytes, dtype=torch.uint8, device=group.device) for _ in range(2)
-        ]
+        self.flat = torch.zeros(min(self.plan.nbytes, FLAT_BYTES), dtype=torch.uint8, device=group.device)
         self.contestants: dict[str, Callable[[], tuple[float | None, list[Any]]]] = {
             "device copy": self._device_copy,
             "flat": self._flat,
+            "flat guarded": self._flat_guarded,
             "per tensor": self._per_tensor,
             "async buckets": self._async_buckets,
             "cat": self._cat,
@@ -244,11 +246,11 @@ class _Bench:
         """Whether this rank, and every other, can do it."""
         if name != "device copy":
             return True
-        return self.group.device.type == "cuda" and bool(self.torch.cuda.device_count() >= self.group.size)
+        return self.group.device.type == "cuda" and bool(torch.cuda.device_count() >= self.group.size)
 
     def synchronize(self) -> None:
         if self.group.device.type == "cuda":
-            self.torch.cuda.synchronize(self.group.device)
+            torch.cuda.synchronize(self.group.device)
 
     def check(self) -> None:
         """Raise unless the last contestant brought what was sent."""
@@ -272,7 +274,7 @@ class _Bench:
 
     def _device_copy(self) -> tuple[None, list[Any]]:
         if self.sends:
-            torch, nbytes = self.torch, min(4 << 30, self.plan.nbytes)
+            nbytes = self.flat.numel()
             if not hasattr(self, "copies"):
                 self.copies = [torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{i}") for i in (0, 1)]
             for _ in range(max(1, math.ceil(self.plan.nbytes / nbytes))):
@@ -280,17 +282,34 @@ class _Bench:
         return None, []
 
     def _flat(self) -> tuple[None, list[Any]]:
-        left = self.plan.nbytes
-        works: list[Any] = []
-        while left > 0:
-            size = min(left, self.job.bucket_bytes)
-            works.append(self.group.broadcast(self.scratch[len(works) % 2][:size]))
-            left -= size
-            if len(works) > 2:
-                works[len(works) - 3].wait()
-        for work in works:
-            work.wait()
+        self._broadcast_flat(lambda work: work.wait())
         return None, []
+
+    def _flat_guarded(self) -> tuple[None, list[Any]]:
+        guard = Guard(deadline=time.monotonic() + DEADLINE_S, stall_timeout_s=DEADLINE_S)
+        lane = lane_for(self.group.device)
+
+        def wait(work: Any) -> None:
+            for query in lane.arrival([work]):
+                guard.wait(query)
+            guard.progress(0)
+
+        self._broadcast_flat(wait)
+        return None, []
+
+    def _broadcast_flat(self, wait: Callable[[Any], object]) -> None:
+        left, at = self.plan.nbytes, 0
+        works: deque[Any] = deque()
+        while left > 0:
+            at = 0 if at >= self.flat.numel() else at
+            part = self.flat[at : at + min(left, self.job.bucket_bytes)]
+            works.append(self.group.broadcast(part))
+            left -= part.numel()
+            at += part.numel()
+            if len(works) > 2:
+                wait(works.popleft())
+        while works:
+            wait(works.popleft())
 
     def _per_tensor(self) -> tuple[None, list[Any]]:
         for tensor in self.tensors.values():
@@ -304,25 +323,17 @@ class _Bench:
         return None, []
 
     def _cat(self) -> tuple[None, list[Any]]:
-        torch = self.torch
         for bucket in self._buckets():
             views = [tensor.view(-1).view(torch.uint8) for tensor in bucket]
             sizes = [view.numel() for view in views]
-            packed = (
-                torch.cat(views)
-                if self.sends
-                else torch.empty_like(self.scratch[0][:0]).new_empty(sum(sizes))
-            )
+            packed = torch.cat(views) if self.sends else self.flat.new_empty(sum(sizes))
             self.group.broadcast(packed).wait()
             if not self.sends:
-                for view, part in zip(views, packed.split(sizes), strict=True):
+                for view, part in zip(views, torch.split(packed, sizes), strict=True):
                     view.copy_(part)
         return None, []
 
     def _dprims(self, *, verify: bool) -> tuple[float, list[Any]]:
-        from ..synchronizer.guard import Guard
-        from ..synchronizer.transfer import receive, send
-
         guard = Guard(deadline=time.monotonic() + DEADLINE_S)
         if self.sends:
             stats = send(self.source, self.group, self.plan, guard, verify=verify)

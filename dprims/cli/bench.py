@@ -1,0 +1,204 @@
+"""``dprims bench``: what this machine does, measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..backend import need
+
+if TYPE_CHECKING:
+    from ..testing.refit_bench import Measured
+
+bench = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
+
+SWEEP = (16, 64, 256, 1024, 4096)
+"""Into how many tensors ``--sweep`` cuts the same bytes."""
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure what this machine does."""
+
+
+@bench.command()
+def refit(
+    model: Annotated[str, typer.Option(help="Shapes by name; --list shows them.")] = "kb256",
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
+    receivers: Annotated[int, typer.Option(min=1, help="Receiving processes.")] = 1,
+    bucket_mib: Annotated[
+        float | None, typer.Option(help="Bucket size in MiB.", show_default="4 on cpu, 1024 on cuda")
+    ] = None,
+    max_mib: Annotated[
+        int | None, typer.Option(min=1, help="Take only the model's first tensors, up to so many MiB.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; medians are shown.")] = 5,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run this contestant; may be given again.", show_default="all")
+    ] = None,
+    sweep: Annotated[bool, typer.Option(help="Also cut the same bytes into more and more tensors.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the result into this file (needs matplotlib).", dir_okay=False)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write one verified refit as a Chrome trace to this file.", dir_okay=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="Show models and contestants, and stop.")] = False,
+) -> None:
+    """How fast weights travel from one process to others, against the ways engines move them today.
+
+    All contestants move the same tensors between the same processes, in turn. *wire* is from the first
+    bucket's dispatch to the last one's arrival, *total* until the new weights are live.
+    """
+    need("torch", "torch")
+    from ..testing.refit_bench import CONTESTANTS, MODELS, bench_refit, cut, model_metas
+
+    if show:
+        for title, entries in (("models", MODELS), ("contestants", CONTESTANTS)):
+            typer.echo(title)
+            for name, text in entries.items():
+                typer.echo(f"  {name:16} {text}")
+        return
+    _check(device, model, tuple(MODELS), only or [], tuple(CONTESTANTS))
+    bucket_bytes = int((bucket_mib or (1024 if device == "cuda" else 4)) * 1024) * 1024
+    metas = cut(model_metas(model), max_mib * 1024 * 1024 if max_mib else None)
+    options: dict[str, Any] = {
+        "device": device,
+        "receivers": receivers,
+        "bucket_bytes": bucket_bytes,
+        "rounds": rounds,
+    }
+    measured = bench_refit(metas, contestants=only or tuple(CONTESTANTS), **options)
+    swept: dict[int, list[Measured]] = {}
+    if sweep:
+        total = sum(meta.nbytes for meta in metas)
+        for count in SWEEP:
+            shape = (max(1, total // count // 2),)
+            pieces = [replace(metas[0], name=f"w{i}", shape=shape, dtype="bfloat16") for i in range(count)]
+            swept[count] = bench_refit(
+                pieces, contestants=("per tensor", "cat", "dprims verified"), **options
+            )
+    if picture is not None:
+        _draw(picture, f"{model} on {device}", measured, swept)
+    if trace is not None:
+        _trace(trace, measured)
+    if as_json:
+        rows = {"results": [_row(one, measured) for one in measured]}
+        if swept:
+            rows["sweep"] = [
+                {"tensors": n, **_row(one, found)} for n, found in swept.items() for one in found
+            ]
+        about = {"model": model, "tensors": len(metas), "bucket_bytes": bucket_bytes, "receivers": receivers}
+        typer.echo(json.dumps({**about, "device": device, "rounds": rounds, **rows}))
+        return
+    size = sum(meta.nbytes for meta in metas)
+    typer.echo(
+        f"{model}: {len(metas)} tensors, {size / 1e9:.3f} GB, buckets of {bucket_bytes / 2**20:g} MiB, "
+        f"{receivers} receiver{'s' if receivers > 1 else ''}, {device}, median of {rounds}"
+    )
+    _table(measured)
+    for count, found in swept.items():
+        typer.echo(f"\n{count} tensors")
+        _table(found)
+
+
+def _check(
+    device: str, model: str, models: tuple[str, ...], only: list[str], contestants: tuple[str, ...]
+) -> None:
+    if model not in models:
+        raise typer.BadParameter(f"{model!r}; known are {', '.join(models)}", param_hint="--model")
+    for name in only:
+        if name not in contestants:
+            raise typer.BadParameter(f"{name!r}; known are {', '.join(contestants)}", param_hint="--only")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r}; cpu or cuda", param_hint="--device")
+    if device == "cuda" and not need("torch", "torch").cuda.is_available():
+        raise typer.BadParameter("'cuda', and there is no GPU here", param_hint="--device")
+
+
+def _limit(measured: list[Measured]) -> Measured:
+    """What the ratios are of: the device copy where there is one, flat broadcasts, or the first."""
+    by_name = {one.name: one for one in measured}
+    return by_name.get("device copy") or by_name.get("flat") or measured[0]
+
+
+def _row(one: Measured, measured: list[Measured]) -> dict[str, Any]:
+    limit = _limit(measured)
+    return {
+        "name": one.name,
+        "wire_s": statistics.median(one.wire_s),
+        "total_s": statistics.median(one.total_s),
+        "wire_gb_per_s": one.gb_per_s,
+        "total_gb_per_s": one.total_gb_per_s,
+        "wire_ratio": one.gb_per_s / limit.gb_per_s,
+        "total_ratio": one.total_gb_per_s / limit.total_gb_per_s,
+        "ratio_of": limit.name,
+        "phases_s": one.phases,
+    }
+
+
+def _table(measured: list[Measured]) -> None:
+    typer.echo(f"{'':16} {'wire GB/s':>10} {'ratio':>6} {'total GB/s':>11} {'ratio':>6}   phases, ms")
+    for row in (_row(one, measured) for one in measured):
+        phases = "  ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in row["phases_s"].items())
+        typer.echo(
+            f"{row['name']:16} {row['wire_gb_per_s']:10.2f} {row['wire_ratio']:6.2f} "
+            f"{row['total_gb_per_s']:11.2f} {row['total_ratio']:6.2f}   {phases}"
+        )
+
+
+def _trace(path: Path, measured: list[Measured]) -> None:
+    """Write the median round of the last contestant that has spans."""
+    spans = next((one.spans for one in reversed(measured) if one.spans), [])
+    origin = min((start for _, _, _, start, _ in spans), default=0.0)
+    events = [
+        {
+            "ph": "X",
+            "pid": rank,
+            "tid": phase,
+            "name": f"{phase} {bucket}",
+            "ts": (start - origin) * 1e6,
+            "dur": (stop - start) * 1e6,
+        }
+        for rank, phase, bucket, start, stop in spans
+    ]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _draw(path: Path, title: str, measured: list[Measured], swept: dict[int, list[Measured]]) -> None:
+    matplotlib = need("matplotlib", "bench")
+    matplotlib.use("agg")
+    pyplot = need("matplotlib.pyplot", "bench")
+
+    figure, panes = pyplot.subplots(1, 2 if swept else 1, figsize=(12 if swept else 7, 4), squeeze=False)
+    bars = panes[0][0]
+    places = range(len(measured))
+    bars.barh([p + 0.2 for p in places], [one.gb_per_s for one in measured], 0.4, label="wire")
+    bars.barh([p - 0.2 for p in places], [one.total_gb_per_s for one in measured], 0.4, label="total")
+    bars.set_yticks(list(places), [one.name for one in measured])
+    bars.invert_yaxis()
+    bars.set_xlabel("GB/s")
+    bars.set_title(title)
+    bars.legend()
+    if swept:
+        lines = panes[0][1]
+        for name in [one.name for one in next(iter(swept.values()))]:
+            points = [(n, one.total_s) for n, found in swept.items() for one in found if one.name == name]
+            lines.plot(
+                [n for n, _ in points], [statistics.median(s) for _, s in points], marker="o", label=name
+            )
+        lines.set_xscale("log")
+        lines.set_yscale("log")
+        lines.set_xlabel("tensors, the same bytes")
+        lines.set_ylabel("seconds")
+        lines.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
