@@ -70,6 +70,8 @@ class RankInfo:
     metas: tuple[TensorMeta, ...] | None = None
     """What the stage's source holds; None when it is what ``digest`` named in the question."""
     digest: str = ""
+    device: str = "cpu"
+    """The kind of device that the weights are on."""
 
 
 @dataclass(frozen=True, slots=True)

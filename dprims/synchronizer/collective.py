@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..backend import Backend, connect, resolve
 from ..exceptions import (
-    BackendError,
     BackendMisconfigured,
     DprimsError,
     LockTimeout,
@@ -32,7 +31,6 @@ from ..membership import RefitMembership, should_rebuild
 from ..roster import Roster
 from .calls import METHODS, RankInfo, RefitAnswer, RefitCall, RefitSite
 from .interfaces import Cluster, Generation, Policy, WeightSynchronizer
-from .plan import Plan
 from .protocol import (
     BuildRequested,
     Deposed,
@@ -47,7 +45,9 @@ from .protocol import (
 from .rendezvous import leader_store
 from .report import RefitReport
 from .run import Run
+from .seats import LOOKS, Seats
 from .settle import _settle_before_propagating, as_future
+from .stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,10 +55,6 @@ if TYPE_CHECKING:
     from .transfer import TransferStats
 
 log = logging.getLogger("dprims.synchronizer.collective")
-
-BUCKET_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-ROSTER_LOOKS = 20
-"""How often the leader looks at the roster within one ttl."""
 
 
 class CollectiveWeightSynchronizer(WeightSynchronizer):
@@ -109,7 +105,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self.stall_timeout_s = stall_timeout_s
         self.min_shards = min_shards
         self.verify = verify
-        self._bucket_bytes = bucket_bytes or BUCKET_BYTES["cpu"]
+        self.stages = Stages(bucket_bytes)
         self._host = host
         self._given_backend = backend
         self._opened: Backend | None = None
@@ -119,15 +115,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self.rendezvous: tuple[str, int] | None = None
         self._leader: Leader | None = None
         self._grant: Grant | None = None
-        self._roster: Roster | None = None
-        self._watching = threading.Event()
-        self._stages: tuple[int, ...] = ()
-        self._metas: dict[int, tuple[str, tuple[Any, ...]]] = {}
-        self.plans: tuple[bytes, ...] = ()
-        self._planned_for: tuple[Any, ...] = ()
-        self._sent_plans: tuple[bytes, ...] = ()
+        self._seats: Seats | None = None
         self._membership: RefitMembership | None = None
-        self._incarnations: dict[int, int] = {}
         self._busy = threading.Lock()
         self._run: Run | None = None
 
@@ -160,6 +149,13 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             raise RefitError("no communicator yet: call init_communicator first")
         return self._opened
 
+    @property
+    def seats(self) -> Seats:
+        """The fleet's roster; RefitError before init_communicator."""
+        if self._seats is None:
+            raise RefitError("no communicator yet: call init_communicator first")
+        return self._seats
+
     def mark_stale(self) -> None:
         """The trainers changed their weights: what the fleet serves is the version before."""
         if self._leader is not None and self._leader.phase != "stopped":
@@ -189,11 +185,11 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             self._retire()
             self._grant = grant
             try:
-                infos = self._prepare()
+                self._seats = Seats(self._roster(), self._train_world_size() + self._inference_world_size())
+                self._prepare()
                 self._leader = Leader(self._fleet(), min_shards=self.min_shards)
-                self._watch_roster()
-                roster = self._read_roster(infos)
-                self._drive(Elected(grant.token, roster))
+                self._seats.watch(self._gone)
+                self._drive(Elected(grant.token, self._seats.read()))
                 self._build(frozenset(), force=False)
             except BaseException:
                 self._retire()
@@ -217,15 +213,17 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 f"{self._opened!r} has no URL that ranks could connect to; pass backend=URL"
             )
         self.site = RefitSite(self._opened.url, self.site.namespace, self.site.fleet, self.site.roster_ttl_s)
-        self._roster = Roster(
-            self.site.fleet, self._opened, namespace=self.site.namespace, ttl=self.site.roster_ttl_s
+
+    def _roster(self) -> Roster:
+        return Roster(
+            self.site.fleet, self.backend, namespace=self.site.namespace, ttl=self.site.roster_ttl_s
         )
 
     def _fleet(self) -> RefitMembership:
         group = getattr(self.generation, "worker_group", None)
         sizes = (self._inference_world_size(),) if group is None else tuple(group.sizes)
         return RefitMembership.full(
-            train_world_size=self._train_world_size(), shard_sizes=sizes, stage_heads=self._stages
+            train_world_size=self._train_world_size(), shard_sizes=sizes, stage_heads=self.stages.heads
         )
 
     def _train_world_size(self) -> int:
@@ -234,6 +232,9 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         return self.policy.world_size
 
     def _inference_world_size(self) -> int:
+        group = getattr(self.generation, "worker_group", None)
+        if group is not None:
+            return sum(group.sizes)
         size = self.generation.get_inference_world_size()
         if size is not None:
             return size
@@ -243,15 +244,14 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             )
         return self.inference_cluster.world_size()
 
-    def _prepare(self) -> dict[int, RankInfo]:
+    def _prepare(self) -> None:
         """Have every rank in at this site, and learn what the trainers send. A dead rank is left out."""
-        known = {seat: digest for seat, (digest, _) in self._metas.items()}
-        handles = list(self.policy.prepare_refit_info(self.site, known))
+        handles = list(self.policy.prepare_refit_info(self.site, self.stages.known))
         trainers = len(handles)
         handles += self.generation.prepare_refit_info(self.site)
         asked = {seat: as_future(handle) for seat, handle in enumerate(handles)}
         late = self._late(asked)
-        infos: dict[int, RankInfo] = {}
+        infos: list[RankInfo] = []
         for seat, future in asked.items():
             error = (
                 future.exception()
@@ -259,26 +259,25 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 else RefitTimeout(f"rank at seat {seat} did not answer prepare_refit_info")
             )
             if error is None:
-                infos[seat] = future.result()
+                infos.append(future.result())
             elif seat < trainers:
                 raise error
             else:
                 log.warning("seat %d takes no part: %s", seat, error)
                 if isinstance(error, PeerLost):
-                    self.evict(seat, self._incarnations.get(seat, 0))
-        self._note(infos)
-        return infos
+                    self.seats.evict(seat, self.seats.known.get(seat, 0))
+        self.stages.note(infos)
 
     def _late(self, asked: Mapping[int, Future[RankInfo]]) -> set[int]:
         """Who has not answered in time. A rank that has left the roster is not waited for."""
         deadline = time.monotonic() + 2 * self.site.roster_ttl_s + self.stall_timeout_s
         late = set(asked)
         while late and time.monotonic() < deadline:
-            wait([asked[seat] for seat in late], self.site.roster_ttl_s / ROSTER_LOOKS)
+            wait([asked[seat] for seat in late], self.site.roster_ttl_s / LOOKS)
             late = {seat for seat in late if not asked[seat].done()}
             if late and all(self._was_in(seat) for seat in late):
-                members = self._need(self._roster).members()
-                if not any(str(seat) in members for seat in late):
+                roster = self.seats.read()
+                if not any(roster[seat] for seat in late):
                     break
         return late
 
@@ -287,40 +286,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         group, leader = getattr(self.generation, "worker_group", None), self._leader
         shard = None if leader is None else leader.fleet.shard_of(seat)
         if group is None or leader is None or shard is None:
-            return bool(self._incarnations.get(seat))
+            return bool(self.seats.known.get(seat))
         return bool(group.incarnation(shard)[seat - leader.seats[shard][0]])
-
-    def _note(self, infos: Mapping[int, RankInfo]) -> None:
-        """Take in what the trainers send, and plan anew when it changed."""
-        heads = {info.stage: info for info in infos.values() if info.stage is not None}
-        if heads:
-            if sorted(heads) != list(range(len(heads))):
-                raise RefitError(
-                    f"the trainers head stages {sorted(heads)}; expected 0..{len(heads) - 1}, one each"
-                )
-            self._stages = tuple(heads[stage].seat for stage in sorted(heads))
-        for info in heads.values():
-            if info.metas is not None:
-                if info.seat in self._metas:
-                    log.info("stage %s: its tensors changed, planning again", info.stage)
-                self._metas[info.seat] = (info.digest, info.metas)
-        self._incarnations.update({info.seat: info.incarnation for info in infos.values()})
-
-    def _plan(self, kv_scales: Sequence[str]) -> None:
-        """One plan a stage; the scales travel with the last one."""
-        wanted = (tuple(self._metas[seat][0] for seat in self._stages), tuple(sorted(kv_scales)))
-        if wanted == self._planned_for:
-            return
-        last = len(self._stages) - 1
-        self.plans = tuple(
-            Plan.build(
-                self._metas[seat][1],
-                bucket_bytes=self._bucket_bytes,
-                kv_scales=kv_scales if stage == last else (),
-            ).to_bytes()
-            for stage, seat in enumerate(self._stages)
-        )
-        self._planned_for = wanted
 
     # -- sync -----------------------------------------------------------------------------------------
 
@@ -350,14 +317,11 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         with self._alone("sync_weights"), timed:
             leader = self._lead()
             began = time.monotonic()
-            infos = self._prepare()
-            self._plan(tuple(kv_scales or ()))
-            roster = self._read_roster(infos)
-            run = self._drive(
-                SyncRequested(roster, None if only is None else only[0]),
-                kv_scales=kv_scales or {},
-                began=began,
-            )
+            leader.stale |= only is None  # until this one has succeeded
+            self._prepare()
+            self.stages.plan(kv_scales or {})
+            request = SyncRequested(self.seats.read(), None if only is None else only[0])
+            run = self._drive(request, kv_scales=kv_scales or {}, began=began)
             return self._report(leader, run)
 
     def _report(self, leader: Leader, run: Run) -> RefitReport:
@@ -406,8 +370,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         with self._alone("reconcile_communicator"):
             leader = self._lead()
             absent = frozenset(absent_shards)
-            infos = self._prepare()
-            roster = self._read_roster(infos)
+            self._prepare()
+            roster = self.seats.read()
             desired = self._desired_membership(
                 sorted(absent | self._not_in(roster)), self._train_world_size()
             )
@@ -436,7 +400,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             shard_sizes=fleet.shard_sizes,
             stage_heads=fleet.stage_heads,
             incarnations=[
-                tuple(self._incarnations.get(seat, 0) for seat in fleet.seats_of(shard))
+                tuple(self.seats.known.get(seat, 0) for seat in fleet.seats_of(shard))
                 for shard in range(len(fleet.shard_sizes))
             ],
         )
@@ -458,10 +422,10 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 
     def _build(self, absent: frozenset[int], *, force: bool) -> bool:
         """Build, and build again without whoever failed in it; a failure always leaves somebody out."""
-        self._plan(())
+        self.stages.plan({})
         rounds = len(self._fleet().shard_sizes) + 1
         for left in reversed(range(rounds)):
-            roster = self._read_roster({})
+            roster = self.seats.read()
             try:
                 return self._drive(BuildRequested(roster, absent, force)).rebuilt
             except (PeerLost, RefitTimeout) as error:
@@ -475,18 +439,6 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         trainers = leader.trainers
         lost = [seat for seat, gone in enumerate(leader.gone) if roster[seat] and gone >= roster[seat]]
         return bool(lost) and not any(seat in trainers for seat in lost)
-
-    def take_desired(self, membership: RefitMembership) -> None:
-        """A build over *membership* is about to be dispatched, with the plans as they are now."""
-        self._membership = membership
-        self._sent_plans = self.plans
-
-    def plans_to_send(self) -> tuple[bytes, ...] | None:
-        """The plans, when they changed since the ranks got them; else None."""
-        if self._sent_plans == self.plans:
-            return None
-        self._sent_plans = self.plans
-        return self.plans
 
     def _settle_budget_s(self) -> float:
         """How long stragglers may take to unwind, from the dispatch: their own deadline, and a little."""
@@ -505,7 +457,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self._store = self.rendezvous = None
 
     def _retire(self) -> None:
-        self._watching.set()
+        if self._seats is not None:
+            self._seats.close()
         grant, self._grant = self._grant, None
         if grant is not None and not grant.lost:
             with suppress(DprimsError):
@@ -517,49 +470,6 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
-
-    # -- the roster -----------------------------------------------------------------------------------
-
-    def _read_roster(self, infos: Mapping[int, RankInfo]) -> tuple[int, ...]:
-        """The incarnation of each seat that is in, 0 for the others."""
-        roster = self._need(self._roster).members()
-        fleet = self._fleet()
-        size = fleet.train_world_size + sum(fleet.shard_sizes)
-        seats = [0] * size
-        for name, member in roster.items():
-            if name.isdecimal() and int(name) < size:
-                seats[int(name)] = member.incarnation
-        self._incarnations.update({seat: inc for seat, inc in enumerate(seats) if inc})
-        return tuple(seats)
-
-    def _watch_roster(self) -> None:
-        """Tell a running operation of every entry that lapses, for as long as this leader leads."""
-        self._watching = stop = threading.Event()
-        roster = self._need(self._roster)
-
-        def watch() -> None:
-            known: dict[str, int] = {}
-            while not stop.wait(roster.ttl / ROSTER_LOOKS):
-                try:
-                    now = {name: member.incarnation for name, member in roster.members().items()}
-                except BackendError as error:
-                    log.warning("the roster cannot be read: %s", error)
-                    continue
-                for name, incarnation in known.items():
-                    if now.get(name) != incarnation and name.isdecimal():
-                        self._gone(int(name), incarnation, f"the roster entry of seat {name} lapsed")
-                known = now
-
-        threading.Thread(target=watch, name="dprims-roster-watch", daemon=True).start()
-
-    def evict(self, seat: int, incarnation: int) -> bool:
-        """End the roster entry of a rank that is gone or condemned; whether it stood."""
-        return bool(incarnation) and bool(self._need(self._roster).evict(str(seat), incarnation))
-
-    def _gone(self, seat: int, incarnation: int, why: str) -> None:
-        run = self._run
-        if run is not None:
-            run.gone(seat, incarnation, why)
 
     # -- driving the machine --------------------------------------------------------------------------
 
@@ -594,6 +504,15 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 futures.update(zip(mine, map(as_future, handles), strict=True))
         return futures
 
+    def take_desired(self, membership: RefitMembership) -> None:
+        """A build over *membership* is about to be dispatched."""
+        self._membership = membership
+
+    def _gone(self, seat: int, incarnation: int, why: str) -> None:
+        run = self._run
+        if run is not None:
+            run.gone(seat, incarnation, why)
+
     def _depose(self, grant: Grant, why: str) -> None:
         run = self._run
         if run is not None and grant is self._grant:
@@ -606,12 +525,6 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             self._leader.handle(Deposed("the leader lock was lost"))
             raise StaleLeader(f"term {self._leader.term} is over: the leader lock was lost")
         return self._leader
-
-    @staticmethod
-    def _need(value: Any) -> Any:
-        if value is None:
-            raise RefitError("no communicator yet: call init_communicator first")
-        return value
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:

@@ -150,7 +150,7 @@ class Run:
         """A call came back, on whatever thread."""
         error = future.exception()
         if isinstance(error, PeerLost):
-            self.sync.evict(seat, message.incarnation)
+            self.sync.seats.evict(seat, message.incarnation)
             self.gone(seat, message.incarnation, str(error))
             return
         if error is not None:
@@ -218,7 +218,7 @@ class Run:
         """Fence a shard: its entries go now, and after their ttl it surely knows."""
         log.warning("shard %d is condemned: its ranks leave the roster", action.shard)
         try:
-            stood = [self.sync.evict(seat, incarnation) for seat, incarnation in action.entries]
+            stood = [self.sync.seats.evict(seat, incarnation) for seat, incarnation in action.entries]
         except BackendError as error:
             self.inbox.put(Deposed(f"the backend gave no answer: {error}"))
             return
@@ -266,10 +266,11 @@ class Run:
         more: dict[str, Any] = {"stall_timeout_s": sync.stall_timeout_s, "verify": sync.verify}
         self.membership = self.leader.membership
         if message.kind == "build":
-            more |= {"membership": self.membership, "rendezvous": sync.rendezvous, "plans": sync.plans}
+            more |= {"membership": self.membership, "rendezvous": sync.rendezvous}
+            more["plans"] = sync.stages.to_send(again=True)
             sync.take_desired(self.membership)
         else:
-            more |= {"kv_scales": self.kv_scales, "plans": sync.plans_to_send()}
+            more |= {"kv_scales": self.kv_scales, "plans": sync.stages.to_send()}
         return more
 
     def _settle(self, messages: dict[int, Message]) -> None:

@@ -237,7 +237,12 @@ class WeightSender(_Worker):
         metas = tuple(self.source.metadata())
         digest = hashlib.sha256(repr(metas).encode()).hexdigest()
         return RankInfo(
-            self.seat, self._member.incarnation, self.stage, None if digest == known else metas, digest
+            self.seat,
+            self._member.incarnation,
+            self.stage,
+            None if digest == known else metas,
+            digest,
+            self.device.type,
         )
 
     def _stages(self, membership: RefitMembership) -> list[int]:
