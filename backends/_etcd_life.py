@@ -11,11 +11,13 @@ along with each renewal until the server has confirmed it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -57,10 +59,12 @@ class EtcdTicket(Ticket):
     """A ticket, and where it stands at the server."""
 
     key: bytes = b""
-    """The place in the queue: a key of its own for each attempt, never used again; empty without one."""
+    """The place in the queue, together with ``place``; empty when it has none."""
     lease: Lease = field(default_factory=lambda: Lease(0, 0.0, gone=True))
     place: int = 0
     """The key's create revision: the token, once nobody is ahead."""
+    number: int = -1
+    """The number in the key, to be used again; -1 when a late request about the key may still come."""
     ahead: bytes | None = None
     """The key just ahead at revision ``seen``; None when that is not known."""
     seen: int = 0
@@ -77,8 +81,12 @@ class Life:
         """Every ticket that may have a key at the server."""
         self._clock = clock
         self._lock = threading.Lock()
+        self._lock_keys = threading.Lock()
         self._leases: dict[int, Lease] = {}
         self._forgotten: dict[bytes, int] = {}
+        self._id = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._free_numbers: list[int] = []
 
     def txn(self, what: str, request: Any, timeout: float | None = None) -> tuple[Any, int]:
         """Do a transaction that may be repeated; return its answer, and how often it was sent."""
@@ -95,6 +103,17 @@ class Life:
                 raise
 
         return self.link.run(what, attempt, timeout), tries
+
+    def delete(self, key: bytes) -> tuple[bool, int]:
+        """Delete a key; say whether it was there, and how often that was sent."""
+        tries = 0
+
+        def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> bool:
+            nonlocal tries
+            tries += 1
+            return bool(endpoint.kv.DeleteRange(wire.delete(key), **limits).deleted)
+
+        return self.link.run("delete a key", attempt), tries
 
     def read(self, request: Any, timeout: float | None = None) -> Any:
         """Read keys."""
@@ -186,14 +205,38 @@ class Life:
         lease.proven = asked[0]
         return lease
 
-    # -- keys that nobody wants -------------------------------------------------------------------
+    # -- keys of places ---------------------------------------------------------------------------
+
+    # A server that is not compacted keeps the names of deleted keys, and walks through them at each read
+    # of a queue. So keys are used again; what tells two places apart is the create revision.
+
+    def new_key(self, ticket: EtcdTicket, queue: bytes) -> bytes:
+        """Give *ticket* a key in *queue* that no other ticket has."""
+        try:
+            ticket.number = self._free_numbers.pop()
+        except IndexError:
+            ticket.number = next(self._numbers)
+        ticket.key = queue + f"{self._id}-{ticket.number}".encode()
+        return ticket.key
+
+    def claim(self, ticket: EtcdTicket) -> bytes:
+        """Take its key from *ticket*, for one thread alone to delete; empty when another has it."""
+        with self._lock_keys:
+            key, ticket.key = ticket.key, b""
+            return key
+
+    def done_with(self, ticket: EtcdTicket) -> None:
+        """The ticket's key is known to be deleted."""
+        self.tickets.discard(ticket)
+        if ticket.number >= 0:
+            self._free_numbers.append(ticket.number)
 
     def forget(self, ticket: EtcdTicket) -> None:
         """Delete the ticket's key sooner or later, whatever became of requests about it."""
         self.tickets.discard(ticket)
-        key, ticket.key = ticket.key, b""
-        if key:
-            self._forgotten[key] = _FORGET_TRIES
+        ticket.number = -1
+        if ticket.key:
+            self._forgotten[ticket.key] = _FORGET_TRIES
 
     def _forget_the_lost(self) -> list[bytes]:
         """Every forgotten key, and those of locks whose ttl has passed here: they are lost for good."""

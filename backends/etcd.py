@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import threading
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -106,18 +105,19 @@ class EtcdBackend(Backend):
 
     def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
         life = self._life()
-        asked = [(ticket, ticket.key, ticket.held) for ticket in map(_ours, tickets) if ticket.key]
-        leases = {ticket.lease.id: ticket.lease for ticket, _, _ in asked}
-        reads = [wire.read(key, keys_only=True) for _, key, _ in asked]
+        asked = [(ticket, ticket.key, ticket.place, ticket.held) for ticket in map(_ours, tickets)]
+        asked = [(ticket, key, place, held) for ticket, key, place, held in asked if key]
+        leases = {ticket.lease.id: ticket.lease for ticket, *_ in asked}
+        reads = [wire.read(key, keys_only=True) for _, key, *_ in asked]
         txns = [
             wire.txn(*reads[start : start + _TXN_OPERATIONS])
             for start in range(0, len(reads), _TXN_OPERATIONS)
         ]
         when, answers = life.renew(list(leases.values()), txns, timeout)
         found = [response.response_range.kvs for answer in answers for response in answer.responses]
-        for (ticket, key, held), there in zip(asked, found, strict=True):
-            if there and not ticket.lease.gone:
-                if ticket.key == key:
+        for (ticket, _, place, held), there in zip(asked, found, strict=True):
+            if _stands(there, place) and not ticket.lease.gone:
+                if ticket.place == place:
                     ticket.proven = max(ticket.proven, when)
             elif held:
                 ticket.gone = True
@@ -218,44 +218,44 @@ class EtcdBackend(Backend):
         try:
             while True:
                 ticket.lease = lease = life.lease_for(ticket.ttl, deadline - self.clock())
-                ticket.key = key = queue + uuid.uuid4().hex.encode()
+                key = life.new_key(ticket, queue)
                 # Repeated after a lost reply, it finds the place that it has already.
                 request = wire.txn(
                     wire.put(key, ticket.record, lease=lease.id),
                     wire.read_newest(queue, 2),
                     when=wire.created_at(key, 0),
-                    otherwise=[wire.read(key, keys_only=True), wire.read_first(queue)],
+                    otherwise=[wire.read(key, keys_only=True)],
                 )
                 try:
-                    answer, _ = life.txn("join a queue", request, deadline - self.clock())
+                    answer, tries = life.txn("join a queue", request, deadline - self.clock())
                     break
                 except LeaseIsGone:
                     lease.gone = True
         except BaseException:
             life.forget(ticket)
+            ticket.key = b""
             raise
+        if tries > 1:
+            ticket.number = -1
         ticket.proven = lease.proven
         ticket.seen = answer.header.revision
-        mine, others = (list(response.response_range.kvs) for response in answer.responses)
         if answer.succeeded:
             ticket.place = ticket.seen
-            self._settle(ticket, [kv.key for kv in others if kv.key != key])
+            self._settle(ticket, [kv.key for kv in answer.responses[1].response_range.kvs if kv.key != key])
         else:
-            ticket.place = mine[0].create_revision
-            ticket.ahead = None
-            if others[0].key == key:
-                ticket.token = ticket.place
+            ticket.place = answer.responses[0].response_range.kvs[0].create_revision
+            self._look(life, ticket, deadline - self.clock())
 
     def _look(self, life: Life, ticket: EtcdTicket, timeout: float) -> None:
         """Prove the ticket's place at the server, and learn who is ahead; a lost place is taken anew."""
         deadline = self.clock() + timeout
-        if ticket.key:
-            mine = wire.read(ticket.key, keys_only=True)
+        if key := ticket.key:
+            mine = wire.read(key, keys_only=True)
             others = wire.read_newest(self._keys.queue(ticket.name), 1, before=ticket.place)
             stale = [] if life.is_fresh(ticket.lease) else [ticket.lease]
             _, (answer,) = life.renew(stale, [wire.txn(mine, others)], timeout)
             here, ahead = (response.response_range.kvs for response in answer.responses)
-            if here and not ticket.lease.gone:
+            if _stands(here, ticket.place) and not ticket.lease.gone:
                 ticket.proven = max(ticket.proven, ticket.lease.proven)
                 ticket.seen = answer.header.revision
                 self._settle(ticket, [kv.key for kv in ahead])
@@ -288,22 +288,26 @@ class EtcdBackend(Backend):
         life = self._life()
         ticket.gone = True
         ticket.turn.set()
-        key = ticket.key
+        key = life.claim(ticket)
         if not key:
             return False
         try:
-            answer, tries = life.txn("leave a queue", wire.txn(wire.delete(key)))
+            deleted, tries = life.delete(key)
         except BaseException:
-            life.forget(ticket)
             ticket.key = key  # for the caller's next try
+            life.forget(ticket)
             raise
-        life.tickets.discard(ticket)
-        if answer.responses[0].response_delete_range.deleted:
-            return True
-        if tries == 1:
-            return False
+        if tries > 1 or not deleted:
+            ticket.number = -1
+        life.done_with(ticket)
+        if deleted or tries == 1:
+            return deleted
         life.renew([ticket.lease], [], life.link.timeout)
         return not ticket.lease.gone  # so the key did not end with its lease: an earlier try took it
+
+
+def _stands(found: Sequence[Any], place: int) -> bool:
+    return bool(found) and found[0].create_revision == place
 
 
 def _value(found: Sequence[Any]) -> bytes | None:

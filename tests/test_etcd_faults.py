@@ -411,6 +411,39 @@ def test_a_reply_that_is_lost_after_the_server_did_the_work_changes_nothing(
         watcher.delete("lost reply")
 
 
+def test_a_key_is_used_again_unless_a_late_request_about_it_may_come(
+    etcd_server: EtcdServer, proxy: Proxy
+) -> None:
+    """A server that is not compacted walks through the names of all deleted keys at each acquire."""
+    with dprims.connect(etcd_server.url) as watcher, dprims.connect(proxy.url) as backend:
+        first = backend.enqueue("again", 10, b"")
+        key = first.key
+        assert backend.release(first)
+        second = backend.enqueue("again", 10, b"")
+        assert second.key == key
+        assert second.token > first.token
+        assert backend.release(first) is False
+        backend.leave(first)
+        backend.beat([first, second], LIMIT)
+        assert second.held
+        watcher.evict("again", second.token)
+        third = backend.enqueue("again", 10, b"")
+        third_key = third.key
+        assert third_key != key
+        assert backend.release(second) is False
+        backend.beat([third], LIMIT)
+        assert third.held
+        proxy.deaf = True
+        with ThreadPoolExecutor(1) as pool:
+            released = pool.submit(backend.release, third)
+            until(lambda: not watcher.queue("again"))
+            proxy.cut()
+            proxy.deaf = False
+            assert released.result(LIMIT) is True
+        keys = [ticket.key for ticket in (backend.enqueue("again", 10, b"") for _ in range(3))]
+        assert not {key, third_key} & set(keys)
+
+
 def test_a_release_that_fails_once_may_be_tried_again(proxy: Proxy) -> None:
     with dprims.connect(f"{proxy.url}?timeout=0.5") as backend:
         mine = lock(backend, "again", ttl=20)
