@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from dprims.exceptions import HandshakeMismatch, RefitAborted, RefitError, RefitTimeout
+from dprims.exceptions import DeviceLost, HandshakeMismatch, RefitAborted, RefitError, RefitTimeout
 from dprims.synchronizer.clients import Clients
 from dprims.synchronizer.group import CommGroup, leader_store
 from dprims.synchronizer.guard import Guard
@@ -205,6 +205,81 @@ def test_a_group_of_one_broadcasts_and_is_finished_once() -> None:
     group.abort()
     with pytest.raises(RefitAborted, match="rank 0 of alone: the group carries nothing, it was released"):
         group.broadcast(torch.ones(3))
+
+
+class FakeGroup:
+    """Stands in for a process group over NCCL: takes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.aborted = threading.Event()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> str:
+        assert options.asyncOp
+        self.asked.append(f"broadcast {tensors[0].numel()} from {options.rootRank}")
+        return f"work {len(self.asked)}"
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.asked.append("start")
+
+    def _end_coalescing(self, device: torch.device) -> str:
+        self.asked.append("end")
+        return "the one work"
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> tuple[CommGroup, FakeGroup]:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    fake = FakeGroup()
+    return CommGroup(fake, HashStore(), "fake", 0, 2, torch.device("cuda", 0), 600.0), fake  # type: ignore[arg-type]
+
+
+def test_direct_pieces_go_in_one_group_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, fake = fake_nccl(monkeypatch)
+    with group.coalesced() as works:
+        works += [group.broadcast(torch.zeros(3)), group.broadcast(torch.zeros(4))]
+    assert fake.asked == ["start", "broadcast 3 from 0", "broadcast 4 from 0", "end"]
+    assert works == ["the one work"]
+
+
+class Pending:
+    """An event that completes when the abort has come through, or never."""
+
+    def __init__(self, after: threading.Event | None) -> None:
+        self.after = after
+
+    def query(self) -> bool:
+        return self.after is not None and self.after.is_set()
+
+
+def test_an_abort_returns_when_nothing_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, fake = fake_nccl(monkeypatch)
+    group.abort(20.0, pending=[Pending(fake.aborted)])
+    assert fake.aborted.is_set()
+    with pytest.raises(RefitAborted):
+        group.broadcast(torch.zeros(1))
+
+
+def test_a_device_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _ = fake_nccl(monkeypatch)
+    start = time.monotonic()
+    with pytest.raises(DeviceLost, match=r"rank 0 of fake: cuda:0 did not come back within 0\.2 s"):
+        group.abort(0.2, pending=[Pending(None)])
+    assert time.monotonic() - start < 10.0
+
+
+def test_an_abort_that_never_returns_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, fake = fake_nccl(monkeypatch)
+    release = threading.Event()
+    fake.abort = lambda: release.wait(LIMIT_S)  # type: ignore[assignment, method-assign, return-value]
+    try:
+        start = time.monotonic()
+        group.release()
+        assert time.monotonic() - start < 5.0
+    finally:
+        release.set()
 
 
 def test_groups_are_built_again_and_again_over_one_store(fleet: TransferFleet) -> None:

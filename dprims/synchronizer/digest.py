@@ -61,7 +61,7 @@ class Digests:
 
     def _add_rows(self, start: int, words: Tensor, row: int) -> None:
         """Add whole rows, the first of which is `row` of the region whose first block is `start`."""
-        while len(words):
+        while words.numel():
             block = start + row // ROWS
             count = len(words) // ROWS
             if row % ROWS == 0 and count:
@@ -71,7 +71,10 @@ class Digests:
                 )
             else:
                 taken = min(len(words), ROWS - row % ROWS)
-                self._columns[block] += words[:taken].sum(dim=0)
+                if row % ROWS:
+                    self._columns[block] += words[:taken].sum(dim=0)
+                else:
+                    torch.sum(words[:taken], dim=0, out=self._columns[block])
             words = words[taken:]
             row += taken
 

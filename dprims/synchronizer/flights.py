@@ -17,7 +17,7 @@ from ..exceptions import TransferCorrupt
 from .digest import BLOCK_BYTES, ROW_BYTES, Digests
 from .group import CommGroup
 from .guard import Guard, Query, Work
-from .lanes import Lane, Span, TransferStats, lane_for, timed
+from .lanes import Lane, Span, Timed, TransferStats, lane_for
 from .packing import pack, raw
 from .plan import Bucket, Plan
 
@@ -91,13 +91,15 @@ class Loop:
 
     def _walk_away(self) -> None:
         flights, self._flights = self._flights, deque()
-        pending: list[Any] = [q for flight in flights for q in flight.arrival if hasattr(q, "query")]
+        # memory that is let go of must be written to neither by the wire nor by what runs beside it
+        awaited: list[Any] = [q for flight in flights for q in flight.arrival]
+        pending = [q for q in (*awaited, *self.lane.idle()) if hasattr(q, "query")]
         held = [(flight.works, flight.regions, flight.held) for flight in flights]
         self.group.abort(pending=pending, held=held)
 
     def on_host(self, phase: str, bucket: int) -> AbstractContextManager[None]:
         """Take the time that the body takes on the host."""
-        return timed(self._spans, phase, bucket)
+        return Timed(self._spans, phase, bucket)
 
     def wire_buffers(self) -> WireBuffers:
         """Buffers for packed buckets: as many as may be under way."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..exceptions import DeviceLost, RefitAborted
+from ..exceptions import BackendMisconfigured, DeviceLost, RefitAborted
 from .clients import Clients
 from .graveyard import bury
 from .guard import POLL_S, Guard, Query
@@ -272,6 +273,10 @@ def _nccl(
 ) -> ProcessGroup:
     from torch.distributed import ProcessGroup, ProcessGroupNCCL
 
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true", "yes", "on", "y", "t"):
+        raise BackendMisconfigured(
+            "TORCH_NCCL_BLOCKING_WAIT is set: waits would block where no guard sees them"
+        )
     # the current device is per thread, and this is a thread of its own
     torch.cuda.set_device(device)
     options = ProcessGroupNCCL.Options()

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .guard import Query, Work
 
-__all__ = ["CpuLane", "CudaLane", "Lane", "Span", "TransferStats", "lane_for", "timed"]
+__all__ = ["CpuLane", "CudaLane", "Lane", "Span", "Timed", "TransferStats", "lane_for"]
 
 
 class Span(NamedTuple):
@@ -78,12 +79,19 @@ class CpuLane:
         self.device = device
         self.spans: list[Span] = []
 
+    def here(self) -> AbstractContextManager[Any]:
+        """Where the whole transfer happens."""
+        return contextlib.nullcontext()
+
     def side(self) -> AbstractContextManager[Any]:
         """Where packing, digests and copies happen."""
         return contextlib.nullcontext()
 
     def follow(self) -> None:
         """What comes on the side happens after all that was asked for so far."""
+
+    def uses(self, memory: Tensor) -> None:
+        """The side uses `memory`: when it is freed, it is taken again only after that."""
 
     def arrival(self, works: Sequence[Any]) -> Sequence[Work | Query]:
         """What to wait for until `works` are done."""
@@ -95,7 +103,7 @@ class CpuLane:
 
     def span(self, phase: str, bucket: int) -> AbstractContextManager[None]:
         """Take the time of the body."""
-        return timed(self.spans, phase, bucket)
+        return Timed(self.spans, phase, bucket)
 
     def finish(self) -> list[Span]:
         """All spans so far."""
@@ -117,6 +125,10 @@ class CudaLane:
         self._origin.record(self._side)
         self._began = time.monotonic()
 
+    def here(self) -> AbstractContextManager[Any]:
+        """This thread's current device, which each thread has for itself."""
+        return torch.cuda.device(self.device)
+
     def side(self) -> AbstractContextManager[Any]:
         """The stream for packing, digests and copies."""
         return torch.cuda.stream(self._side)
@@ -124,6 +136,10 @@ class CudaLane:
     def follow(self) -> None:
         """The side stream waits for the caller's."""
         self._side.wait_stream(torch.cuda.current_stream(self.device))
+
+    def uses(self, memory: Tensor) -> None:
+        """Tell torch's allocator that the side stream uses `memory`."""
+        memory.record_stream(self._side)
 
     def arrival(self, works: Sequence[Any]) -> Sequence[Work | Query]:
         """An event behind `works`, recorded on a stream that does nothing else."""
@@ -174,9 +190,16 @@ def lane_for(device: torch.device) -> Lane:
     return CudaLane(device) if device.type == "cuda" else CpuLane(device)
 
 
-@contextlib.contextmanager
-def timed(spans: list[Span], phase: str, bucket: int) -> Iterator[None]:
-    """Append the time that the body takes on the host."""
-    start = time.monotonic()
-    yield
-    spans.append(Span(phase, bucket, start, time.monotonic()))
+class Timed:
+    """A context that appends the time that its body takes on the host."""
+
+    __slots__ = ("_bucket", "_phase", "_spans", "_start")
+
+    def __init__(self, spans: list[Span], phase: str, bucket: int) -> None:
+        self._spans, self._phase, self._bucket = spans, phase, bucket
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._spans.append(Span(self._phase, self._bucket, self._start, time.monotonic()))

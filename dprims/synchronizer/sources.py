@@ -215,19 +215,21 @@ def _describe(tensors: Mapping[str, Tensor]) -> list[TensorMeta]:
 
 def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Names whose tensor is, byte for byte, the memory of an earlier one -> that one's name."""
-    first: dict[Any, str] = {}
+    first: dict[int, str] = {}
     shared = {}
     for name, tensor in tensors.items():
-        if not tensor.numel():
-            continue
         # of a sharded tensor this rank may hold nothing: there the object itself has to be the same
-        place: Any = id(tensor)
-        if not _is_dtensor(tensor):
-            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        owner = first.setdefault(place, name)
-        if owner != name:
+        owner = first.setdefault(id(tensor) if _is_dtensor(tensor) else tensor.data_ptr(), name)
+        if owner is not name and tensor.numel() and _alike(tensor, tensors[owner]):
             shared[name] = owner
     return shared
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors at one address are the same one."""
+    if a is b:
+        return True
+    return (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
 
 
 def _name_of(dtype: torch.dtype) -> str:

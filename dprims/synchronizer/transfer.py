@@ -68,7 +68,7 @@ def send(
     """
     loop = Loop(group, plan, guard, verify, faults, rank, on_bucket)
     tensors = in_plan_order(source, plan, group.device, kv_scales or {})
-    with loop:
+    with loop.lane.here(), loop:
         pulled: dict[int, Tensor] = {}
         position = 0
         buffers = loop.wire_buffers()
@@ -121,7 +121,7 @@ def receive(
         Whatever the sink raises.
     """
     loop = Loop(group, plan, guard, verify, faults, rank, on_bucket)
-    with loop:
+    with loop.lane.here(), loop:
         desk = _Unloading(sink, loop)
         loop.lane.follow()
         for bucket in plan.buckets:
@@ -247,6 +247,7 @@ class _Unloading:
 
     def _fresh(self, nbytes: int) -> Tensor:
         memory = self._loop.group.memory.take(nbytes)
+        self._loop.lane.uses(memory)
         self._loop.lane.follow()
         return memory
 
