@@ -1,0 +1,50 @@
+"""Each example, run alone as its reader would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LIMIT_S = 100.0
+
+RUNS = {
+    ("fenced.py",): "the ledger: ['slow: first', 'next: second']",
+    ("lock.py",): "one at a time",
+    ("lock.py", "redis"): "one at a time",
+    ("lock.py", "etcd"): "one at a time",
+    ("mesh.py",): "batch 0: read by rank 0",
+    ("refit.py",): "step 4: version 4 on shards (0, 1, 2)",
+}
+
+
+@pytest.mark.parametrize("command", RUNS, ids=" ".join)
+def test_an_example_runs_alone(command: tuple[str, ...]) -> None:
+    name, *arguments = command
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+    assert RUNS[command] in run.stdout
+
+
+def test_the_mesh_example_runs_as_a_job() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    run = subprocess.run(
+        [*torchrun, str(EXAMPLES / "mesh.py")], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_no_example_is_left_out() -> None:
+    covered = {name for name, *_ in RUNS}
+    elsewhere = {"torchrun_refit.py"}  # tests/test_spmd.py runs it
+    assert {path.name for path in EXAMPLES.glob("*.py")} - covered <= elsewhere
