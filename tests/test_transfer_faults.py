@@ -77,6 +77,9 @@ def test_a_killed_receiver_frees_the_sender_at_its_deadline(fleet: TransferFleet
         assert isinstance(outcome.error, (PeerLost, RefitTimeout))
         assert outcome.seconds < 13.0
     still_old(futures[2].result(LIMIT_S))
+    fleet.replace(1)
+    build(fleet, "again")
+    assert {outcome.checksum for outcome in transfer(fleet, 2)} == {NEW}
 
 
 def test_a_cancel_frees_the_others_at_once(fleet: TransferFleet) -> None:

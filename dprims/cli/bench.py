@@ -32,7 +32,7 @@ def refit(
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
     receivers: Annotated[int, typer.Option(min=1, help="Receiving processes.")] = 1,
     bucket_mib: Annotated[
-        float | None, typer.Option(help="Bucket size in MiB.", show_default="4 on cpu, 1024 on cuda")
+        float | None, typer.Option(help="Bucket size in MiB.", show_default="8 on cpu, 1024 on cuda")
     ] = None,
     max_mib: Annotated[
         int | None, typer.Option(min=1, help="Take only the model's first tensors, up to so many MiB.")
@@ -58,6 +58,7 @@ def refit(
     bucket's dispatch to the last one's arrival, *total* until the new weights are live.
     """
     need("torch", "torch")
+    from ..synchronizer.stages import BUCKET_BYTES
     from ..testing.refit_bench import CONTESTANTS, MODELS, bench_refit, cut, model_metas
 
     if show:
@@ -67,7 +68,7 @@ def refit(
                 typer.echo(f"  {name:16} {text}")
         return
     _check(device, model, tuple(MODELS), only or [], tuple(CONTESTANTS))
-    bucket_bytes = int((bucket_mib or (1024 if device == "cuda" else 4)) * 1024) * 1024
+    bucket_bytes = int(bucket_mib * 1024) * 1024 if bucket_mib else BUCKET_BYTES[device]
     metas = cut(model_metas(model), max_mib * 1024 * 1024 if max_mib else None)
     options: dict[str, Any] = {
         "device": device,

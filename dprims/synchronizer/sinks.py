@@ -7,6 +7,7 @@ mixture.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class _Sink:
         self._device = device
         self._memory: Memory | None = None
         self._staged: dict[str, Tensor] = {}
-        self._lent: set[int] = set()
+        self._lent: list[int] = []
         self._coming: int | None = None
         self.torn = False
 
@@ -94,7 +95,7 @@ class _Sink:
         if not live.is_contiguous():
             return None
         memory = flat(live)
-        self._lent.add(memory.untyped_storage().data_ptr())
+        self._note_lent(memory)
         # it may be written to from now on, whether or not this process hears of it
         self.torn = True
         return memory
@@ -103,7 +104,7 @@ class _Sink:
         """See `WeightSink`."""
         if not self.holds(name):
             return
-        lent = tensor.untyped_storage().data_ptr() in self._lent
+        lent = self._was_lent(tensor)
         if self.in_place:
             self.torn = True
             live = self._live()[name]
@@ -140,16 +141,24 @@ class _Sink:
 
     def _forget(self) -> None:
         self._staged = {}
-        self._lent = set()
+        self._lent = []
         self._coming = None
 
     def _lend(self, nbytes: int) -> Tensor:
         if self._memory is None:
             self._memory = Memory(self._where())
         memory = self._memory.take(nbytes)
-        if nbytes:
-            self._lent.add(memory.untyped_storage().data_ptr())
+        self._note_lent(memory)
         return memory
+
+    def _note_lent(self, memory: Tensor) -> None:
+        start = memory.data_ptr()
+        at = bisect_right(self._lent, start)
+        self._lent[at:at] = (start, start + memory.numel())
+
+    def _was_lent(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in lent memory: between a start and its end, of which the list is made."""
+        return bisect_right(self._lent, tensor.data_ptr()) % 2 == 1
 
     def _where(self) -> torch.device:
         if self._device is not None:
@@ -168,9 +177,8 @@ class DictSink(_Sink):
     """A mapping of name -> tensor.
 
     Args:
-        tensors: holds, at each refit, what is to be received. `commit` replaces its values by new tensors;
-            who
-            keeps an old one keeps the old weights.
+        tensors: holds, at each refit, what is to be received. `commit` replaces its values by new tensors:
+            who keeps an old one keeps the old weights.
         in_place: write into the tensors themselves while they arrive.
     """
 

@@ -6,6 +6,7 @@ Lives in a `dprims.engines.process.WorkerProcess`; every argument and every answ
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ..synchronizer.sources import DictSource
 from ..synchronizer.transfer import TransferStats, receive, send
 from .faults import FaultInjector, InjectedFault
 
-__all__ = ["Outcome", "TransferFleet", "TransferRank", "checksum", "mixed_model"]
+__all__ = ["Outcome", "TransferFleet", "TransferRank", "checksum", "mixed_model", "share_gpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,12 @@ class Outcome:
 class TransferRank:
     """Rank `rank` of a group of `size`, which meet in the store at `host`:`port`."""
 
-    def __init__(self, rank: int, size: int, host: str, port: int) -> None:
+    def __init__(self, rank: int, size: int, host: str, port: int, device: str = "cpu") -> None:
         torch.set_num_threads(1)
         self.rank, self.size = rank, size
+        self.device = torch.device(device)
+        if device == "cuda":
+            self.device = share_gpu(rank, size)
         self._store = join_store(host, port)
         self._group: CommGroup | None = None
         self._cancel = CancelFlag()
@@ -75,8 +79,8 @@ class TransferRank:
                 prefix,
                 self.rank,
                 self.size,
-                backend="gloo",
-                device="cpu",
+                backend="nccl" if self.device.type == "cuda" else "gloo",
+                device=self.device,
                 timeout_s=timeout_s,
                 op_timeout_s=op_timeout_s,
                 guard=guard,
@@ -119,7 +123,7 @@ class TransferRank:
         injector = FaultInjector(faults)
         agreed = Plan.from_bytes(plan)
         if self.rank == 0:
-            self._weights = mixed_model(seed)
+            self._weights = mixed_model(seed, self.device)
             return self._run(
                 start,
                 lambda: send(
@@ -133,9 +137,9 @@ class TransferRank:
                 ),
             )
         if not self._weights:
-            self._weights = mixed_model(-1)
+            self._weights = mixed_model(-1, self.device)
         self._weights = {name: t for name, t in self._weights.items() if not name.endswith("_scale")}
-        self._weights |= {name: torch.zeros(()) for name in kv_scales or ()}
+        self._weights |= {name: torch.zeros((), device=self.device) for name in kv_scales or ()}
         into = self._sink(sink)
 
         def take() -> TransferStats:
@@ -149,6 +153,19 @@ class TransferRank:
             return stats
 
         return self._run(start, take, into)
+
+    def memory(self, plan: bytes, seed: int) -> dict[str, int]:
+        """Do one transfer; what it said that it would take on the GPU, and what it took."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        outcome = self.transfer(plan, seed=seed)
+        if outcome.stats is None:
+            raise RuntimeError(f"the transfer failed: {outcome.error}")
+        return {
+            "took": torch.cuda.max_memory_allocated(self.device) - before,
+            "said": outcome.stats.staging_bytes + outcome.stats.buffer_bytes,
+        }
 
     def cancel(self, reason: str) -> None:
         """Set the flag of what runs; called beside it."""
@@ -168,7 +185,7 @@ class TransferRank:
         if kind == "in place":
             return DictSink(self._weights, in_place=True)
         in_place = kind == "load in place"
-        return LoadWeightsSink(self._load, device="cpu", in_place=in_place)
+        return LoadWeightsSink(self._load, device=self.device, in_place=in_place)
 
     def _load(self, pairs: Any) -> None:
         for name, tensor in pairs:
@@ -191,12 +208,21 @@ class TransferFleet:
     Rank 0 sends. Leaving kills what is left, frozen or not.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.store, self.host, self.port = leader_store("localhost")
-        self.ranks = [
-            WorkerProcess(f"rank {rank}", TransferRank, (rank, size, self.host, self.port))
-            for rank in range(size)
-        ]
+        self._device = device
+        self._size = size
+        self.ranks = [self._start(rank) for rank in range(size)]
+
+    def _start(self, rank: int) -> WorkerProcess:
+        return WorkerProcess(
+            f"rank {rank}", TransferRank, (rank, self._size, self.host, self.port, self._device)
+        )
+
+    def replace(self, rank: int) -> None:
+        """A fresh process in the place of one, which is killed if it still lives."""
+        self.ranks[rank].kill()
+        self.ranks[rank] = self._start(rank)
 
     def __enter__(self) -> TransferFleet:
         return self
@@ -213,7 +239,23 @@ class TransferFleet:
         ]
 
 
-def mixed_model(seed: int) -> dict[str, Tensor]:
+def share_gpu(rank: int, size: int) -> torch.device:
+    """The GPU of a rank. With fewer GPUs than ranks several ranks share one, for tests, not for speed.
+
+    NCCL refuses two ranks on one GPU of one host: each says that it is on a host of its own, and they talk
+    through sockets. Sets environment variables: for processes that are a test's own.
+    """
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    gpus = torch.cuda.device_count()
+    if gpus < size:
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+def mixed_model(seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """A few megabytes of tensors of many dtypes and shapes; the values depend on `seed`."""
     generator = torch.Generator().manual_seed(1000 + seed)
 
@@ -237,6 +279,7 @@ def mixed_model(seed: int) -> dict[str, Tensor]:
         "large and strided": random(500, 600).t(),
         "embed": random(64, 64),
     }
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     tensors["head"] = tensors["embed"]
     return tensors
 
