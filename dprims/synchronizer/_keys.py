@@ -23,6 +23,11 @@ def roster_entry(namespace: str, seat: int) -> str:
     return f"{namespace}/roster/{seat}"
 
 
+def evicted_key(namespace: str, seat: int) -> str:
+    """Return the cell that is written before a leader deletes a seat's roster entry."""
+    return f"{roster_entry(namespace, seat)}/evicted"
+
+
 def next_key(namespace: str) -> str:
     """Return the fenced cell with the highest version number that was reserved."""
     return f"{namespace}/refit/next"

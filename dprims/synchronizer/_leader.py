@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
-from dprims.exceptions import RefitError
-from dprims.membership import Epoch, RefitMembership
+from dprims.exceptions import MembershipError, RefitError
 
+from ._leader_state import NOTHING, Goal, LeaderState
 from ._messages import (
     ABORT,
     COMMIT,
     BuildRequested,
-    Call,
     Cause,
     CellRead,
-    Claim,
-    Claimed,
-    Condemn,
     Condemned,
     Deposed,
     Elected,
@@ -27,7 +23,6 @@ from ._messages import (
     Kind,
     LeaderAction,
     LeaderEvent,
-    Message,
     Publish,
     Replied,
     Reserve,
@@ -38,12 +33,10 @@ from ._messages import (
     Version,
 )
 
-_Goal = Literal["recover", "sync", "only", "build"]
-_NOTHING = Version(0)
 _SWITCH: tuple[Kind, ...] = ("pause", "commit", "resume")
 
 
-class Leader:
+class Leader(LeaderState):
     """One term of one leader: from its election to its end, or to the first sign of a higher term.
 
     ``handle(event)`` returns what to do; every Call, and every backend operation but a Call's, is
@@ -55,90 +48,7 @@ class Leader:
     the leader lock, become Deposed. Such a leader is over; the same process may be elected again.
     """
 
-    _STATE: ClassVar = """
-        phase goal term build version top unused roster gone built current excluded stale stepped calls
-        awaited holdings outcomes plan verdicts digests target members rebuilt cause
-    """.split()  # noqa: SIM905
-
-    def __init__(self, fleet: RefitMembership, *, min_shards: int = 1) -> None:
-        self.fleet = fleet
-        self.min_shards = min_shards
-        self.trainers = tuple(fleet.train_ranks)
-        self.seats = tuple(fleet.seats_of(shard) for shard in range(len(fleet.shard_sizes)))
-        self._shard_at = {seat: shard for shard, seats in enumerate(self.seats) for seat in seats}
-        nobody = (0,) * (len(self.trainers) + len(self._shard_at))
-
-        self.phase = "off"
-        self.goal: _Goal = "recover"
-        self.term = 0
-        self.build = 0
-        self.version = _NOTHING  # what the fleet serves, as far as this leader decided or found out
-        self.top = 0  # the highest number that was ever reserved
-        self.unused = False  # top is ours, and nobody has committed it or ever will
-        self.roster = nobody  # the incarnation of each seat that we deal with, 0: none
-        self.gone = nobody  # the highest incarnation of each seat that surely serves no more
-        self.built: tuple[int, ...] | None = None  # the incarnations in the groups, 0: not in
-        self.current: frozenset[int] = frozenset()  # shards that serve self.version
-        self.excluded: frozenset[int] = frozenset()  # shards that the user wants out
-        self.stale = True
-        self.stepped = True  # the trainers' weights may differ from self.version
-        self._out: list[LeaderAction] = []
-        self._clear()
-
-    def _clear(self) -> None:
-        """Forget what belongs to one operation."""
-        self.calls: dict[int, Message] = {}  # the call that each seat owes an answer to
-        self.awaited: frozenset[tuple[object, ...]] = frozenset()  # answers of the backend that are owed
-        self.holdings: dict[int, Holding] = {}
-        self.outcomes: dict[tuple[Epoch, int], str] = {}
-        self.plan: dict[int, tuple[Kind, ...]] = {}  # what each shard has still to do, step by step
-        self.verdicts: dict[int, Version] = {}  # the version that these steps are about
-        self.digests: frozenset[str] = frozenset()
-        self.target = _NOTHING
-        self.members: tuple[int, ...] = ()  # the shards that take part
-        self.rebuilt = False
-        self.cause: Cause | None = None
-
     # ---- outside ----------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> Epoch:
-        """The epoch of the newest build, or (term, 0) before the first."""
-        return Epoch(self.term, self.build)
-
-    @property
-    def membership(self) -> RefitMembership:
-        """Who takes part in the operation that runs (RefitError while none does), at its epoch."""
-        if not self.members:
-            raise RefitError(f"no refit runs at epoch {self.epoch}: phase {self.phase!r}")
-        return RefitMembership(
-            train_world_size=self.fleet.train_world_size,
-            shard_sizes=self.fleet.shard_sizes,
-            stage_heads=self.fleet.stage_heads,
-            incarnations=tuple(tuple(self.roster[seat] for seat in seats) for seats in self.seats),
-            departures=tuple(
-                (shard, self._reason(shard)) for shard in range(len(self.seats)) if shard not in self.members
-            ),
-            epoch=self.epoch,
-        )
-
-    def _reason(self, shard: int) -> str:
-        if shard in self.excluded:
-            return "excluded"
-        return "not in the roster" if not self._complete(shard) else "not addressed"
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """Return the whole state as a hashable value."""
-        return tuple(
-            tuple(sorted(value.items())) if isinstance(value, dict) else value
-            for value in (getattr(self, name) for name in self._STATE)
-        )
-
-    def restore(self, snapshot: tuple[Any, ...]) -> Leader:
-        """Take over a state that :meth:`snapshot` returned for the same fleet; returns itself."""
-        for name, value in zip(self._STATE, snapshot, strict=True):
-            setattr(self, name, dict(value) if isinstance(getattr(self, name), dict) else value)
-        return self
 
     def handle(self, event: LeaderEvent) -> list[LeaderAction]:
         """Take one event and return the actions that follow from it, in order."""
@@ -158,7 +68,6 @@ class Leader:
         Silent: "_on_silent",
         Gone: "_on_gone",
         CellRead: "_on_cell",
-        Claimed: "_on_claimed",
         Fenced: "_on_fenced",
         Condemned: "_on_condemned",
         Stepped: "_on_stepped",
@@ -187,72 +96,17 @@ class Leader:
         "settle": "_fail",
     }
 
-    def _call(self, seat: int, kind: Kind, epoch: Epoch, version: Version) -> None:
-        message = Message(kind, epoch, version, self.roster[seat])
-        self.calls[seat] = message
-        self._out.append(Call(seat, message))
-
-    def _await(self, what: tuple[object, ...], action: LeaderAction) -> None:
-        self.awaited |= {what}
-        self._out.append(action)
-
-    def _step(self, shard: int) -> None:
-        """Have all ranks of a shard do its next step, once all have done the one before."""
-        seats = self.seats[shard]
-        if any(seat in self.calls for seat in seats):
-            return
-        if not self.plan[shard]:
-            del self.plan[shard]
-            if self.verdicts[shard] == self.version:
-                self.current |= {shard}
-            return
-        kind, *rest = self.plan[shard]
-        self.plan[shard] = tuple(rest)
-        for seat in seats:
-            self._call(seat, kind, self.epoch, self.verdicts[shard])
-
-    def _condemn(self, shard: int) -> None:
-        """Fence a shard that may still serve: it counts as absent only once its leases have passed."""
-        if ("condemned", shard) in self.awaited:
-            return
-        self._leave_out(shard)
-        entries = []
-        for seat in self.seats[shard]:
-            self.calls.pop(seat, None)
-            if self.roster[seat] > self.gone[seat]:
-                entries.append((seat, self.roster[seat]))
-        self._await(("condemned", shard), Condemn(shard, tuple(entries)))
-
-    def _leave_out(self, shard: int) -> None:
-        """Go on without a shard."""
-        self.current -= {shard}
-        stepping = self.plan.pop(shard, None) is not None
-        for seat in self.seats[shard]:
-            self.holdings.pop(seat, None)
-            if stepping:
-                self.calls.pop(seat, None)
-
-    def _finish(self, cause: Cause | None) -> None:
-        self.phase = "idle"
-        self._out.append(Finish(self.goal, cause, self.rebuilt and cause is None))
-        self._clear()
-
-    def _stop(self, cause: Cause) -> None:
-        if self.phase != "idle":
-            self._out.append(Finish(self.goal, cause))
-        self._clear()
-        self.built, self.current = None, frozenset()
-        self.phase, self.stale, self.cause = "stopped", True, cause
-
     # ---- recovery: after the election -------------------------------------------------------------
 
     def _on_elected(self, event: Elected) -> None:
         if self.phase != "off":
             raise RefitError(f"this leader has term {self.term} already; a new election needs a new one")
         self.phase, self.term, self.roster = "ask", event.term, event.roster
+        self.version = event.current or NOTHING
+        self.top = max(self.version.number, event.reserved.number if event.reserved else 0)
         for seat, incarnation in enumerate(self.roster):
             if incarnation:
-                self._call(seat, "ask", self.epoch, _NOTHING)
+                self._call(seat, "ask", self.epoch, NOTHING)
         for shard, seats in enumerate(self.seats):
             if not event.evicted.isdisjoint(seats):
                 self._condemn(shard)
@@ -263,18 +117,12 @@ class Leader:
         for epoch, version in sorted({held.staged for held in self.holdings.values() if held.staged}):
             value = f"{ABORT}: sealed by the leader of term {self.term}"
             self._await(("cell", epoch, version.number), SetCell(epoch, version.number, value))
-        self._await(("claim",), Claim(self.term))
-
-    def _on_claimed(self, event: Claimed) -> None:
-        self.awaited -= {("claim",)}
-        lives = [held.live for held in self.holdings.values() if held.live]
-        served = [*lives, event.current] if event.current else lives
-        self.version = max(served, default=_NOTHING)
-        self.top = max(self.version.number, event.reserved.number if event.reserved else 0)
 
     def _resolve(self) -> None:
         """Bring every shard whose ranks all answered to the outcome; the others stay as they are."""
         self.phase = "resolve"
+        self.version = max([self.version, *(held.live for held in self.holdings.values() if held.live)])
+        self.top = max(self.top, self.version.number)
         for shard, seats in enumerate(self.seats):
             held = [self.holdings[seat] for seat in seats if seat in self.holdings]
             if len(held) < len(seats):
@@ -326,6 +174,11 @@ class Leader:
         return "it serves the current version" if shard in self.current else ""
 
     def _on_build(self, event: BuildRequested) -> None:
+        unknown = event.absent.difference(range(len(self.seats)))
+        if unknown:
+            raise MembershipError(
+                f"shards {sorted(unknown)} do not exist; there are 0..{len(self.seats) - 1}"
+            )
         self._begin("build", event.roster)
         self.excluded = event.absent
         self.members = self._wanted()
@@ -336,7 +189,7 @@ class Leader:
         else:
             self._admit(self.members)
 
-    def _begin(self, goal: _Goal, roster: tuple[int, ...]) -> None:
+    def _begin(self, goal: Goal, roster: tuple[int, ...]) -> None:
         if self.phase != "idle":
             raise RefitError(f"leader of term {self.term} is in phase {self.phase!r}, not idle")
         before, self.goal = self.roster, goal
@@ -351,19 +204,6 @@ class Leader:
             if not self._complete(shard)
             or all(self.roster[seat] == before[seat] for seat in self.seats[shard])
         )
-
-    def _complete(self, shard: int) -> bool:
-        return all(self.roster[seat] for seat in self.seats[shard])
-
-    def _wanted(self) -> tuple[int, ...]:
-        return tuple(
-            shard for shard in range(len(self.seats)) if self._complete(shard) and shard not in self.excluded
-        )
-
-    def _incarnations(self) -> tuple[int, ...]:
-        """The members by incarnation: what is compared with ``built``."""
-        seats = {*self.trainers, *(seat for shard in self.members for seat in self.seats[shard])}
-        return tuple(inc if seat in seats else 0 for seat, inc in enumerate(self.roster))
 
     def _admit(self, members: tuple[int, ...]) -> None:
         """Check who takes part, and fence the shards that do not but may serve."""
@@ -402,22 +242,16 @@ class Leader:
                 self.top, self.unused = self.target.number, True
             self._open()
 
-    def _participants(self) -> list[int]:
-        return [seat for seat, incarnation in enumerate(self._incarnations()) if incarnation]
-
     def _open(self) -> None:
         """Build the groups unless those that stand are the ones wanted."""
-        wanted = self._incarnations()
         lost = [seat for seat in self._participants() if self.gone[seat] >= self.roster[seat]]
         if lost:
             self._finish(Cause("lost", lost[0], f"ranks at seats {lost} are gone"))
-        elif self.goal != "only" and wanted == self.built:
+        elif self.goal != "only" and self._incarnations() == self.built:
             self._transfer()
         else:
-            if self.built is None or any(
-                new not in (0, old) for new, old in zip(wanted, self.built, strict=True)
-            ):
-                self.stale = True
+            if self.goal != "only" and not self.current.issuperset(self.members):
+                self.stale = True  # somebody is taken in who does not have the fleet's version
             self.phase, self.built, self.rebuilt = "build", None, True
             self.build += 1
             for seat in self._participants():
@@ -427,7 +261,7 @@ class Leader:
         if self.phase == "build" and self.goal != "only":
             self.built = self._incarnations()
             if self.goal == "build":
-                self._finish(None)
+                self._publish()
                 return
         self.phase = "transfer"
         for seat in self._participants():
@@ -471,8 +305,6 @@ class Leader:
                 self._call(seat, "rollback", self.epoch, self.target)
 
     def _fail(self) -> None:
-        if self.goal == "sync":
-            self.stale = True
         self._finish(self.cause)
 
     def _commit(self) -> None:
@@ -492,10 +324,9 @@ class Leader:
         self._await(("fenced",), Publish(self.version, self.term))
 
     def _succeed(self) -> None:
-        if self.goal == "recover":
+        if self.goal in ("recover", "build"):
             self._finish(None)
         elif not self.current.intersection(self.members):
-            self.stale = True
             self._finish(Cause("quorum", None, f"no shard lived to serve version {self.version.number}"))
         else:
             if self.goal == "sync":

@@ -81,12 +81,16 @@ class Reply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """The leader lock was acquired with this token; the rest was read after that.
+    """The leader lock was acquired with this token, and these things were done after that, in order.
 
+    The fences of ``refit/next`` and then of ``refit/current`` were raised to the term, which gave
+    ``reserved`` and ``current`` (None where no version was ever written); then ``roster`` was read.
     ``evicted`` are the seats that are not in, and whose last entry a leader deleted.
     """
 
     term: int
+    reserved: Version | None
+    current: Version | None
     roster: tuple[int, ...]
     evicted: frozenset[int] = frozenset()
 
@@ -147,16 +151,8 @@ class CellRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
-    """What a Claim found; None where no version was ever written."""
-
-    reserved: Version | None
-    current: Version | None
-
-
-@dataclass(frozen=True, slots=True)
 class Fenced:
-    """The outcome of a Reserve or Publish; False when a higher term stands there, also for a Claim."""
+    """The outcome of a Reserve or Publish: False when a higher term stands there."""
 
     ok: bool
 
@@ -188,7 +184,6 @@ LeaderEvent = (
     | Silent
     | Gone
     | CellRead
-    | Claimed
     | Fenced
     | Condemned
     | Stepped
@@ -214,16 +209,6 @@ class SetCell:
     epoch: Epoch
     number: int
     value: str
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Raise the fence of ``refit/next`` and ``refit/current`` to ``term`` and keep what stands there.
-
-    Atomic for each of the two; answer Claimed, or Fenced(False).
-    """
-
-    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +245,7 @@ class Finish:
     rebuilt: bool = False
 
 
-LeaderAction = Call | SetCell | Claim | Reserve | Publish | Condemn | Finish
+LeaderAction = Call | SetCell | Reserve | Publish | Condemn | Finish
 
 
 # ---- into a member ----------------------------------------------------------------------------------
@@ -280,7 +265,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class TermRead:
-    """The highest term there is; read after the roster entry was held, never before."""
+    """The fence of ``refit/next`` (0: none); read after the roster entry was held, never before."""
 
     term: int
 
@@ -314,7 +299,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class ReadTerm:
-    """Read the highest term that ever was; answer TermRead."""
+    """Read the fence of ``refit/next``, which a leader raises before all else; answer TermRead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from ._keys import (
     decode_version,
     encode_decision,
     encode_version,
+    evicted_key,
     leader_lock,
     next_key,
     roster_entry,
@@ -34,8 +35,6 @@ from ._messages import (
     Cancel,
     Cause,
     CellRead,
-    Claim,
-    Claimed,
     Condemn,
     Condemned,
     Deposed,
@@ -71,8 +70,6 @@ from ._messages import (
     WriteAbort,
 )
 
-ReadRecords, RecordsRead = Claim, Claimed  # the names that drivers used before; to go
-
 __all__ = [
     "ABORT",
     "COMMIT",
@@ -83,8 +80,6 @@ __all__ = [
     "Cancel",
     "Cause",
     "CellRead",
-    "Claim",
-    "Claimed",
     "Condemn",
     "Condemned",
     "Deposed",
@@ -127,6 +122,7 @@ __all__ = [
     "decode_version",
     "encode_decision",
     "encode_version",
+    "evicted_key",
     "leader_lock",
     "next_key",
     "roster_entry",
