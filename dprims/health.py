@@ -15,7 +15,6 @@ not serve. Time comes from the clock that is passed in; nothing here waits, and 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -81,12 +80,14 @@ class _Shard:
 class FleetHealth:
     """The health of every shard of a fleet; all start STALE, since nothing was sent to them yet.
 
+    ``clock`` returns seconds that never go back, as ``time.monotonic`` does.
+
     Each method that reports something returns the state that the shard has after it, and raises
     MembershipError for a shard that does not exist.
     """
 
     def __init__(
-        self, shards: int, *, policy: HealthPolicy | None = None, clock: Callable[[], float] = time.monotonic
+        self, shards: int, *, clock: Callable[[], float], policy: HealthPolicy | None = None
     ) -> None:
         if shards < 1:
             raise MembershipError(f"a fleet has at least one shard, got {shards}")
