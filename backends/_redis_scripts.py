@@ -152,7 +152,7 @@ return 1
 """,
 )
 
-# ARGV: 3 id, 4 "1" to wake the thread that waits for id.  Ends holding and waiting alike.
+# ARGV: 3 id.  Ends holding and waiting alike.
 LEAVE = Script(
     "leave",
     _QUEUE
@@ -164,9 +164,6 @@ else
 end
 redis.call('DEL', prefix .. 'ticket:' .. id, prefix .. 'wake:' .. id)
 settle()
-if ARGV[4] == '1' then
-  wake(id, 1000)
-end
 return 1
 """,
 )

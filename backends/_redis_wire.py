@@ -7,6 +7,7 @@ All our commands may be sent twice, so a failed one is simply sent again until i
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -81,6 +82,7 @@ class Wire:
         self._errors = _errors_of(self._class)
         self._idle: deque[Any] = deque()
         self._busy: set[Any] = set()
+        self._listening: dict[str, Any] = {}
         self._pid = os.getpid()
         self._closed = False
         self._silent = False
@@ -109,17 +111,28 @@ class Wire:
             time.sleep(pause)
             pause = min(max(2 * pause, 0.01), 0.25)
 
-    def pause(self, key: str, timeout: float) -> None:
-        """Wait at most *timeout* seconds for something in the list *key*, on a connection of its own.
+    def listen(
+        self, key: str, seconds: float, *commands: Command, wanted: Callable[[], bool] = lambda: True
+    ) -> Replies | None:
+        """Wait until something comes to the list *key*, at most *seconds*, and only then run *commands*.
 
-        Says nothing about why it returned: the caller asks the server.
+        All go out at once, so that the server itself goes on from one to the other. None when that
+        failed, or is not *wanted* any more (see :meth:`hush`): the caller then asks anew.
         """
-        deadline = time.monotonic() + timeout
-        with suppress(_Passing):
-            # the server ends the wait; one that does not is asked again on another connection
-            self._exchange([("BLPOP", key, f"{max(timeout, 0.001):.3f}")], deadline + AGAIN_S)
-            return
-        time.sleep(min(0.05, max(deadline - time.monotonic(), 0)))
+        asked = boottime()
+        limit = time.monotonic() + seconds + AGAIN_S  # the server ends the wait, or is given up
+        wait = ("BLPOP", key, f"{max(math.ceil(seconds * 1000), 1) / 1000:.3f}")
+        try:
+            return Replies(self._exchange([wait, *commands], limit, key, wanted)[1:], asked, False)
+        except _Passing:
+            if wanted():
+                time.sleep(min(0.05, seconds))
+            return None
+
+    def hush(self, key: str) -> None:
+        """End a :meth:`listen` to *key*; what it had still to run is not run."""
+        if (connection := self._listening.get(key)) is not None:
+            _cut(connection)
 
     def close(self) -> None:
         """Close every connection, also those in use, whose calls then fail."""
@@ -127,26 +140,33 @@ class Wire:
         for connection in list(self._idle):
             connection.disconnect()
         self._idle.clear()
-        for connection in list(self._busy):  # its thread sees the end of the stream, and closes it
-            with suppress(AttributeError, OSError):
-                connection._sock.shutdown(socket.SHUT_RDWR)
+        for connection in list(self._busy):
+            _cut(connection)
 
     def forget(self) -> None:
         """In a forked child: drop the parent's connections without a word to the server."""
         for connection in [*self._idle, *self._busy]:
             connection.disconnect()  # closes this process's descriptor only
-        self._idle, self._busy = deque(), set()
+        self._idle, self._busy, self._listening = deque(), set(), {}
         self._pid = os.getpid()
         self._closed = False
 
     # -- one try ----------------------------------------------------------------------------------
 
-    def _exchange(self, commands: Sequence[Command], deadline: float) -> list[Any]:
+    def _exchange(
+        self,
+        commands: Sequence[Command],
+        deadline: float,
+        listens_to: str = "",
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> list[Any]:
         connection = self._checkout(deadline)
         self._busy.add(connection)
+        if listens_to:
+            self._listening[listens_to] = connection
         clean = False
         try:
-            if self._closed:  # read after the connection is among those that close() looks for
+            if self._closed or not wanted():  # read after close() and hush() can find the connection
                 raise _Passing(CLOSED)
             replies = self._send(connection, [_evalsha(command) for command in commands], deadline)
             unknown = [i for i, reply in enumerate(replies) if isinstance(reply, self._errors.NoScriptError)]
@@ -159,6 +179,7 @@ class Wire:
             raise self._told(error) from None
         finally:
             self._busy.discard(connection)
+            self._listening.pop(listens_to, None)
             if clean and len(self._idle) < MAX_IDLE:
                 self._idle.append(connection)
             else:
@@ -284,6 +305,12 @@ def _errors_of(connection_class: type) -> Any:
     raise BackendMisconfigured(
         f"connections of {connection_class.__module__} are neither redis-py's nor valkey-py's"
     )
+
+
+def _cut(connection: Any) -> None:
+    """End the stream of a connection that another thread reads from: that thread closes it."""
+    with suppress(AttributeError, OSError):
+        connection._sock.shutdown(socket.SHUT_RDWR)
 
 
 def _evalsha(command: Command) -> Command:

@@ -2,7 +2,8 @@
 
 The queue is a list of waiters of whom each proves its life by a key that expires; whoever releases
 hands over, inside one script, to the first that is alive. A waiter sleeps in BLPOP on a list of its
-own and is woken once, when its turn has come; it then asks the server, and believes only that.
+own and is woken once, when its turn has come; the question whether it holds the lock goes out with the
+BLPOP and is answered right after it, and only that answer counts, from the moment when it was asked.
 The steps are the scripts in ``_redis_scripts``; connections and retries are in ``_redis_wire``.
 """
 
@@ -29,6 +30,9 @@ LOOK_AGAIN_S = 10.0
 class _RedisTicket(Ticket):
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     awaited: bool = False
+    """Whether a thread is in await_turn with it."""
+    ask_at: float = 0.0
+    """When the holder's ttl is over, or our own has to be renewed; earlier only when woken."""
 
     @property
     def ttl_ms(self) -> int:
@@ -85,27 +89,25 @@ class RedisBackend(Backend):
 
     def await_turn(self, ticket: Ticket, timeout: float) -> bool:
         ticket = _ours(ticket)
-        deadline = self.clock() + timeout
-        ticket.awaited = True  # before gone is read, so that leave() either is seen or wakes us
+        if ticket.token is not None:
+            self.beat([ticket], self._wire.timeout)
+            return ticket.held
+        now = self.clock()
+        deadline = now + timeout
+        ticket.awaited = True
         try:
-            while not ticket.gone:
-                if ticket.token is not None:
-                    self.beat([ticket], self._wire.timeout)
-                    return ticket.held
-                holder_left = self._ask(ticket)
-                if ticket.held:
-                    return True
-                left = deadline - self.clock()
-                if left <= 0:
-                    return False
-                self._wire.pause(_wake(ticket.id), min(left, holder_left, ticket.ttl / 3))
-            return False
+            while not (ticket.held or ticket.gone):
+                self._ask(ticket, wait=max(min(deadline, ticket.ask_at) - now, 0))
+                if (now := self.clock()) >= deadline:
+                    break
+            return ticket.held
         finally:
             ticket.awaited = False
 
     def leave(self, ticket: Ticket) -> None:
         ticket = _ours(ticket)
         ticket.gone = True
+        self._wire.hush(_wake(ticket.id))
         self._leave(ticket)
 
     def release(self, ticket: Ticket) -> bool:
@@ -153,14 +155,18 @@ class RedisBackend(Backend):
         replies = self._wire.call(_on_queue(lua.EVICT, name, token))
         return replies.values == [1] or replies.retried
 
-    def _ask(self, ticket: _RedisTicket) -> float:
-        """Take the lock or a place in its queue; how many seconds the holder has left when it is another."""
+    def _ask(self, ticket: _RedisTicket, wait: float = 0) -> None:
+        """Take the lock or a place in its queue, after *wait* seconds or a wake-up before."""
         commands = [_on_queue(lua.ACQUIRE, ticket.name, ticket.id, ticket.ttl_ms, ticket.record)]
         if self._replicas:
             commands.append(("WAIT", self._replicas, int(self._wire.timeout * 500)))
-        replies = self._wire.call(*commands)
+        replies = None
+        if wait:
+            replies = self._wire.listen(_wake(ticket.id), wait, *commands, wanted=lambda: not ticket.gone)
+            if ticket.gone and replies is None:
+                return
+        replies = replies or self._wire.call(*commands)
         token, left_ms = replies.values[0]
-        left_s: float = (left_ms + 1) / 1000
         ticket.proven = max(ticket.proven, replies.asked)
         if ticket.gone:  # left meanwhile, and the question has put it back
             self._leave(ticket)
@@ -172,10 +178,10 @@ class RedisBackend(Backend):
                     f"expected {self._replicas}"
                 )
             ticket.token = int(token)
-        return left_s
+        ticket.ask_at = self.clock() + min((left_ms + 1) / 1000, ticket.ttl / 3)
 
     def _leave(self, ticket: _RedisTicket) -> None:
-        self._wire.call(_on_queue(lua.LEAVE, ticket.name, ticket.id, int(ticket.awaited)))
+        self._wire.call(_on_queue(lua.LEAVE, ticket.name, ticket.id))
 
     # -- cells ------------------------------------------------------------------------------------
 
@@ -192,13 +198,16 @@ class RedisBackend(Backend):
     def wait(self, key: str, timeout: float) -> bytes | None:
         deadline = self.clock() + timeout
         waiter = uuid.uuid4().hex
+        noted = False
         while True:
-            left = max(min(deadline - self.clock(), LOOK_AGAIN_S), 0)
-            watch = (lua.WATCH, 3, *_cell(key), _wake(waiter), waiter, math.ceil(left * 1000))
-            [stands] = self._wire.call(watch).values
-            if stands is not None or left <= 0:
+            left = max(deadline - self.clock(), 0)
+            for_now = min(left, LOOK_AGAIN_S)
+            watch = (lua.WATCH, 3, *_cell(key), _wake(waiter), waiter, math.ceil(for_now * 1000))
+            replies = self._wire.listen(_wake(waiter), for_now, watch) if noted and left else None
+            [stands] = (replies or self._wire.call(watch)).values
+            if stands is not None or not left:
                 return stands  # type: ignore[no-any-return]
-            self._wire.pause(_wake(waiter), left)
+            noted = True
 
     def delete(self, key: str) -> None:
         self._wire.call(("DEL", _cell(key)[0]))

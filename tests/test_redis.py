@@ -375,6 +375,23 @@ def test_close_ends_what_waits(redis_server: RedisServer) -> None:
         assert other.evict("closing", holder.token or 0)
 
 
+def test_leaving_ends_a_wait_at_once_and_nothing_comes_back(
+    backend: RedisBackend, admin: redis.Redis
+) -> None:
+    holder = backend.enqueue("leave", 3600, b"")
+    for _ in range(20):
+        waiter = backend.enqueue("leave", 3600, b"")
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda w=waiter, a=answers: a.append(backend.await_turn(w, 3600)))
+        thread.start()
+        backend.leave(waiter)
+        thread.join(LIMIT)
+        assert answers == [False]
+        assert waiting(backend, "leave") == 0
+    assert backend.release(holder)
+    assert backend.queue("leave") == []
+
+
 def _note(failed: list[BaseException], call: Callable[[], object]) -> None:
     try:
         call()

@@ -78,6 +78,10 @@ class Request(NamedTuple):
     reply: int | None = None
     stale: bool = False
     """Sent longer than a ttl ago."""
+    parked: bool = False
+    """It waits at the server, behind a BLPOP on the ticket's wake list."""
+    woken: bool = False
+    """What ended that was a wake-up."""
 
 
 class Client(NamedTuple):
@@ -137,6 +141,10 @@ class World:
                     yield f"{n} {label}", False, after
             for slot in ("request", "beat"):
                 if (request := getattr(client, slot)) and request.reply is None:
+                    if request.parked and request.ticket in state.queue.wakes:
+                        request = request._replace(woken=True)
+                    elif request.parked and not self.timers:
+                        continue
                     queue, reply = self.serve(state, request)
                     replied = client._replace(**{slot: request._replace(reply=reply)})
                     yield f"{n} {request.kind} served", False, self.put(state, n, replied, queue, request)
@@ -156,24 +164,17 @@ class World:
 
         request, beat = client.request, client.beat
         if request is not None and request.reply is not None:
-            yield f"{request.kind} replied", put(request=None, **self.read(client, request))
+            yield f"{request.kind} replied", put(**{"request": None, **self.read(client, request)})
         if beat is not None and beat.reply is not None:
             yield "beat replied", put(beat=None, believes=client.believes and beat.reply == 2)
-        asks = {"doing": "asking", "request": Request("acquire", ticket)}
         # clients are alike: they come for the first time in the order of their numbers
-        comes = (
-            client.doing == "idle" and client.round < self.rounds and state.clients[n - 1 : n] != (Client(),)
-        )
-        if comes or client.doing == "woken":
-            yield "asks", put(**asks)
-        if client.doing == "waiting":
-            if ticket in state.queue.wakes:
-                woken = state.queue._replace(wakes=state.queue.wakes - {ticket})
-                yield "wakes", self.put(state, n, self.woken(client), woken)
-            if self.timers:
-                yield "looks again", put(**asks)
-            if self.gives_up:
-                yield "gives up", put(doing="leaving", request=Request("leave", ticket))
+        its_turn = n == 0 or state.clients[n - 1] != Client()
+        if client.doing == "idle" and client.round < self.rounds and its_turn:
+            yield "asks", put(doing="asking", request=Request("acquire", ticket))
+        if client.doing == "waiting" and self.gives_up and request is not None and request.reply is None:
+            # its connection is cut, which the server may notice late
+            left = put(doing="leaving", request=Request("leave", ticket))
+            yield "gives up", left._replace(orphans=state.orphans | {request})
         if client.doing == "holding":
             yield "releases", put(doing="releasing", believes=False, request=Request("release", ticket))
             if self.beats and client.believes and beat is None:
@@ -185,16 +186,16 @@ class World:
             return {"doing": "idle", "round": client.round + 1}
         if request.reply and not self.disbelieved(request):
             return {"doing": "holding", "believes": True}
-        return {"doing": "waiting"}
+        return {"doing": "waiting", "request": Request("acquire", request.ticket, parked=True)}
 
     def disbelieved(self, request: Request) -> bool:
         return request.stale
 
-    def woken(self, client: Client) -> Client:
-        return client._replace(doing="woken")
-
     def serve(self, state: State, request: Request) -> tuple[Queue, int]:
-        queue, reply = getattr(state.queue, request.kind)(request.ticket)
+        queue = state.queue
+        if request.parked:  # what BLPOP took
+            queue = queue._replace(wakes=queue.wakes - {request.ticket})
+        queue, reply = getattr(queue, request.kind)(request.ticket)
         return queue, reply
 
     def faults(self, state: State, n: int, client: Client) -> Iterator[tuple[str, bool, State]]:
@@ -217,7 +218,7 @@ class World:
             yield f"{n} thaws", False, self.put(state, n, client._replace(process="up"))
         if client.process == "up" and client.request and state.cuts:
             # the connection is gone, and the same request is sent again on another
-            again = client._replace(request=client.request._replace(reply=None))
+            again = client._replace(request=Request(client.request.kind, client.request.ticket))
             orphans = state.orphans | ({client.request} if client.request.reply is None else set())
             cut = self.put(state, n, again)._replace(cuts=state.cuts - 1, orphans=frozenset(orphans))
             yield f"{n} cut", True, cut
