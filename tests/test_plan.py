@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dprims.exceptions import HandshakeMismatch
-from dprims.synchronizer.plan import ITEM_BYTES, KV_SCALES, Bucket, Plan, TensorMeta
+from dprims.synchronizer.plan import ITEM_BYTES, KV_SCALES, Plan, TensorMeta
 
 KIB = 1024
 
@@ -56,6 +57,7 @@ def test_every_byte_travels_once_and_nothing_overlaps(
                     "packed tensors are whole"
                 )
         assert end <= bucket.nbytes <= bucket_bytes
+        assert bucket.whole == all((p.start, p.stop) == (0, metas[p.tensor].nbytes) for p in bucket.pieces)
     for index, ranges in seen.items():
         # in the order of the buckets, without a gap
         assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
@@ -248,9 +250,9 @@ def test_bytes_that_are_no_plan() -> None:
 def test_names_of_a_bucket_are_few() -> None:
     plan = Plan.build([meta(f"t{i}", 1) for i in range(9)], bucket_bytes=4096, direct_bytes=4096)
     bucket = plan.buckets[-1]
-    whole = Bucket(0, "packed", tuple(p for b in plan.buckets for p in b.pieces), 0)
+    whole = replace(bucket, pieces=tuple(p for b in plan.buckets for p in b.pieces))
     assert plan.names(whole) == "'t0', 't1', 't2' and 6 more"
-    assert "'t8'" in plan.names(Bucket(0, "packed", bucket.pieces[-1:], 0))
+    assert "'t8'" in plan.names(replace(bucket, pieces=bucket.pieces[-1:]))
 
 
 def test_planning_is_linear() -> None:

@@ -44,9 +44,10 @@ def deliver(source: Any, sink: Any, version: int, *, commit: bool = True) -> Pla
     aliases = {target: alias for alias, target in plan.aliases}
     for bucket in plan.buckets:
         metas = [plan.tensors[piece.tensor] for piece in bucket.pieces]
-        if bucket.lane == "packed":
-            memory = sink.lend_bucket(plan, bucket)
-            memory = torch.empty(bucket.nbytes, dtype=torch.uint8) if memory is None else memory
+        memory = sink.lend_bucket(plan, bucket)
+        if memory is None and bucket.lane == "packed":
+            memory = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        if memory is not None:
             pack(memory, [tensors[m.name] for m in metas], [p.offset for p in bucket.pieces])
             parts = [memory[p.offset : p.offset + p.stop - p.start] for p in bucket.pieces]
         else:

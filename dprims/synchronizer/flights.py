@@ -24,7 +24,7 @@ from .plan import Bucket, Plan
 if TYPE_CHECKING:
     from ..testing.faults import FaultInjector
 
-__all__ = ["Flight", "Loop", "WireBuffers"]
+__all__ = ["Flight", "Loop", "WireBuffers", "regions_of"]
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ class Loop:
         self._first = self._last = self._began
         self._regions = [0]
         for bucket in plan.buckets:
-            self._regions.append(self._regions[-1] + len(_regions(bucket)))
-        sizes = [stop - start for bucket in plan.buckets for start, stop in _regions(bucket)]
+            self._regions.append(self._regions[-1] + len(regions_of(bucket)))
+        sizes = [stop - start for bucket in plan.buckets for start, stop in regions_of(bucket)]
         self._digests = Digests(sizes, group.device) if verify else None
 
     def __enter__(self) -> Loop:
@@ -220,7 +220,9 @@ class Loop:
     def _exchange(self, digests: Tensor) -> None:
         if not digests.numel():
             return
-        flight = Flight(Bucket(len(self.plan.buckets), "packed", (), digests.nbytes), [digests], [])
+        flight = Flight(
+            Bucket(len(self.plan.buckets), "packed", (), digests.nbytes, whole=True), [digests], []
+        )
         self._flights.append(flight)
         flight.works.append(self.group.broadcast(digests))
         flight.arrival = self.lane.arrival(flight.works)
@@ -232,7 +234,7 @@ class Loop:
     def _explain(self, digests: Digests, index: int, count: int) -> str:
         region, block = digests.locate(index)
         bucket = next(b for b in self.plan.buckets if region < self._regions[b.index + 1])
-        start, stop = _regions(bucket)[region - self._regions[bucket.index]]
+        start, stop = regions_of(bucket)[region - self._regions[bucket.index]]
         start += block * BLOCK_BYTES
         stop = min(stop, start + BLOCK_BYTES)
         hit = tuple(p for p in bucket.pieces if p.offset < stop and p.offset + p.stop - p.start > start)
@@ -271,7 +273,7 @@ def _parts(offsets: Sequence[int], nbytes: int | None) -> list[int]:
     return [*ends, len(offsets)]
 
 
-def _regions(bucket: Bucket) -> list[tuple[int, int]]:
+def regions_of(bucket: Bucket) -> list[tuple[int, int]]:
     """The byte ranges of a bucket that travel as one: all of a packed one, each piece of a direct one."""
     if bucket.lane == "packed":
         return [(0, bucket.nbytes)]

@@ -90,14 +90,14 @@ class LendingSink(WeightSink, Protocol):
         ...
 
     def lend_bucket(self, plan: Plan, bucket: Bucket) -> Tensor | None:
-        """Flat uint8 memory of `bucket.nbytes` for a packed bucket.
+        """Flat uint8 memory of `bucket.nbytes`, where a bucket of whole tensors arrives as it is laid out.
 
         None to have its tensors written from a buffer of the transfer's own.
         """
         ...
 
     def lend_tensor(self, meta: TensorMeta) -> Tensor | None:
-        """Flat uint8 memory of `meta.nbytes` for a tensor of the direct lane; None likewise."""
+        """Flat uint8 memory of `meta.nbytes` for a direct tensor whose bucket was not lent; or None."""
         ...
 
     def holds(self, name: str) -> bool:

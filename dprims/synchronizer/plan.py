@@ -103,15 +103,16 @@ class Piece(NamedTuple):
 class Bucket:
     """The unit of transfer, of verification, and of progress.
 
-    A packed bucket holds whole tensors at aligned offsets, and its `nbytes` counts the gaps. A direct
-    bucket holds whole tensors or chunks, each broadcast by itself; there `offset` only says where the piece
-    would lie.
+    Pieces lie at aligned offsets, and `nbytes` counts the gaps. A packed bucket holds whole tensors and
+    travels as one; a direct bucket holds whole tensors or chunks, and each travels by itself.
     """
 
     index: int
     lane: Lane
     pieces: tuple[Piece, ...]
     nbytes: int
+    whole: bool
+    """Whether every piece is a whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ class Plan:
     align: int
     direct_bytes: int
     buckets: tuple[Bucket, ...] = field(repr=False)
+    metas: tuple[TensorMeta, ...] = field(repr=False)
+    """All that a receiver is given, by name: what travels, the aliases, then each scale by itself."""
     nbytes: int
     digest: str
 
@@ -169,16 +172,17 @@ class Plan:
             digest.update(struct.pack("<?QQ", bucket.lane == "direct", len(bucket.pieces), bucket.nbytes))
             digest.update(struct.pack(f"<{4 * len(bucket.pieces)}Q", *chain.from_iterable(bucket.pieces)))
         return cls(
-            tensors, aliases, scales, bucket_bytes, align, threshold, buckets, sum(sizes), digest.hexdigest()
+            tensors=tensors,
+            aliases=aliases,
+            kv_scales=scales,
+            bucket_bytes=bucket_bytes,
+            align=align,
+            direct_bytes=threshold,
+            buckets=buckets,
+            metas=_given(tensors, aliases, scales),
+            nbytes=sum(sizes),
+            digest=digest.hexdigest(),
         )
-
-    @property
-    def metas(self) -> tuple[TensorMeta, ...]:
-        """All that a receiver is given, by name: what travels, the aliases, then each scale by itself."""
-        weights = self.tensors[: len(self.tensors) - bool(self.kv_scales)]
-        by_name = {meta.name: meta for meta in weights}
-        shared = [TensorMeta(a, by_name[n].shape, by_name[n].dtype, n) for a, n in self.aliases]
-        return (*weights, *shared, *(TensorMeta(name, (), "float32") for name in self.kv_scales))
 
     @property
     def packed_bytes(self) -> int:
@@ -282,6 +286,15 @@ def _sort_out(
     return tuple(tensors), tuple(sorted(aliases)), scales
 
 
+def _given(
+    tensors: tuple[TensorMeta, ...], aliases: tuple[tuple[str, str], ...], scales: tuple[str, ...]
+) -> tuple[TensorMeta, ...]:
+    weights = tensors[: len(tensors) - bool(scales)]
+    by_name = {meta.name: meta for meta in weights} if aliases else {}
+    shared = (TensorMeta(a, by_name[n].shape, by_name[n].dtype, n) for a, n in aliases)
+    return (*weights, *shared, *(TensorMeta(name, (), "float32") for name in scales))
+
+
 def _lay_out(
     tensors: Sequence[TensorMeta], sizes: Sequence[int], bucket_bytes: int, align: int, threshold: int
 ) -> tuple[Bucket, ...]:
@@ -336,7 +349,10 @@ def _lay_out(
     # ready first is sent first; a stable order for two buckets that end in the same tensor
     closed.sort(key=lambda bucket: (bucket[1][-1].tensor, bucket[1][-1].stop))
     return tuple(
-        Bucket(index, lane, tuple(pieces), size) for index, (lane, pieces, size) in enumerate(closed)
+        Bucket(
+            index, lane, tuple(pieces), size, all(p.start == 0 and p.stop == sizes[p.tensor] for p in pieces)
+        )
+        for index, (lane, pieces, size) in enumerate(closed)
     )
 
 

@@ -43,6 +43,7 @@ class _Sink:
         self._staged: dict[str, Tensor] = {}
         self._lent: list[int] = []
         self._coming: int | None = None
+        self._compared: tuple[TensorMeta, ...] = ()
         self.torn = False
 
     def _live(self) -> Mapping[str, Tensor]:
@@ -60,30 +61,37 @@ class _Sink:
 
         Raises HandshakeMismatch, which names the first tensor that does not.
         """
-        live = self._live()
+        # once is enough: with many tensors comparing takes longer than sending
+        if tuple(metas) != self._compared:
+            self._compare(metas)
+            self._compared = tuple(metas)
+        self._forget()
+        self._coming = version
+
+    def _compare(self, metas: Sequence[TensorMeta]) -> None:
         coming = {meta.name: meta for meta in metas}
-        for name, tensor in live.items():
+        for name, tensor in self._live().items():
             meta = coming.get(name)
             here = TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             if meta is None:
                 raise HandshakeMismatch(f"the sink holds {here}, which is not sent: {len(metas)} tensors are")
             if (meta.shape, meta.dtype) != (here.shape, here.dtype):
                 raise HandshakeMismatch(f"the sink holds {here}, and {meta} is sent")
-        self._forget()
-        self._coming = version
 
     def staging_bytes(self, plan: Plan) -> int:
         """See `LendingSink`."""
         if self.in_place:
             return 0
-        return sum(
-            bucket.nbytes if self._holds_all(plan, bucket) else self._held_bytes(plan, bucket)
-            for bucket in plan.buckets
-        )
+        total = 0
+        for bucket in plan.buckets:
+            held = [p for p in bucket.pieces if self.holds(plan.tensors[p.tensor].name)]
+            whole = bucket.whole and len(held) == len(bucket.pieces)
+            total += bucket.nbytes if whole else sum(p.stop - p.start for p in held)
+        return total
 
     def lend_bucket(self, plan: Plan, bucket: Bucket) -> Tensor | None:
         """See `LendingSink`: a bucket whose tensors are all held becomes the staging of all of them."""
-        if self.in_place or not self._holds_all(plan, bucket):
+        if self.in_place or not all(self.holds(plan.tensors[piece.tensor].name) for piece in bucket.pieces):
             return None
         return self._lend(bucket.nbytes)
 
@@ -165,12 +173,6 @@ class _Sink:
             return self._device
         first = next(iter(self._live().values()), None)
         return first.device if first is not None else torch.device("cpu")
-
-    def _holds_all(self, plan: Plan, bucket: Bucket) -> bool:
-        return all(self.holds(plan.tensors[piece.tensor].name) for piece in bucket.pieces)
-
-    def _held_bytes(self, plan: Plan, bucket: Bucket) -> int:
-        return sum(p.stop - p.start for p in bucket.pieces if self.holds(plan.tensors[p.tensor].name))
 
 
 class DictSink(_Sink):

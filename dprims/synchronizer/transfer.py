@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..exceptions import RefitError
-from .flights import Flight, Loop, WireBuffers
+from .flights import Flight, Loop, WireBuffers, regions_of
 from .group import CommGroup
 from .guard import Guard
 from .interfaces import LendingSink, WeightSink, WeightSource
@@ -87,7 +87,7 @@ def send(
                     # whatever was packed has been read by the time the bucket has left
                     flight = Flight(bucket, [buffer], parts, release=partial(buffers.give_back, buffer))
                 else:
-                    regions = [data[p.start : p.stop] for data, p in zip(parts, bucket.pieces, strict=True)]
+                    regions = [part[p.start : p.stop] for part, p in zip(parts, bucket.pieces, strict=True)]
                     flight = Flight(bucket, regions, parts)
                     loop.digest(flight)
                 loop.corrupt_copy(flight)
@@ -201,12 +201,11 @@ class _Unloading:
     def _borrow(self, sink: LendingSink) -> None:
         """Take everything that the sink lends, before the first byte: if memory is short, it is now."""
         for bucket in self._plan.buckets:
-            if bucket.lane == "packed":
-                lent = sink.lend_bucket(self._plan, bucket)
-                if lent is not None:
-                    self._buckets[bucket.index] = self._sized(lent, bucket.nbytes, f"bucket {bucket.index}")
+            lent = sink.lend_bucket(self._plan, bucket) if bucket.whole else None
+            if lent is not None:
+                self._buckets[bucket.index] = self._sized(lent, bucket.nbytes, f"bucket {bucket.index}")
                 continue
-            for piece in bucket.pieces:
+            for piece in bucket.pieces if bucket.lane == "direct" else ():
                 meta = self._plan.tensors[piece.tensor]
                 if piece.start == 0 and sink.holds(meta.name):
                     lent = sink.lend_tensor(meta)
@@ -227,11 +226,12 @@ class _Unloading:
         return lent
 
     def expect(self, bucket: Bucket) -> Flight:
-        if bucket.lane == "packed":
-            lent = self._buckets.pop(bucket.index, None)
+        lent = self._buckets.pop(bucket.index, None)
+        if lent is not None or bucket.lane == "packed":
             buffer = self._buffers.take(bucket.nbytes) if lent is None else lent
             release = partial(self._buffers.give_back, buffer) if lent is None else None
-            return Flight(bucket, [buffer], [], release, partial(self._unpack, bucket, buffer))
+            regions = [buffer[start:stop] for start, stop in regions_of(bucket)]
+            return Flight(bucket, regions, [buffer], release, partial(self._unpack, bucket, buffer))
         regions = [self._region(piece.tensor, piece.start, piece.stop) for piece in bucket.pieces]
         whole = {p.tensor: self._tensors[p.tensor] for p in bucket.pieces if p.tensor in self._tensors}
         return Flight(bucket, regions, list(whole.values()), None, partial(self._hand_over, bucket, whole))
