@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..exceptions import TransferCorrupt
+from ..exceptions import PeerLost, TransferCorrupt
 from .digest import BLOCK_BYTES, ROW_BYTES, Digests
 from .group import CommGroup
 from .guard import Guard, Query, Work
@@ -127,12 +127,17 @@ class Loop:
             self._first = flight.began
         # from here on the memory may be in use, whatever happens
         self._flights.append(flight)
-        if flight.bucket.lane == "packed" and flight.bucket.nbytes:
-            flight.works.append(self.group.broadcast(flight.regions[0]))
-        elif flight.bucket.lane == "direct":
-            with self.group.coalesced() as works:
-                flight.works = works
-                works += [self.group.broadcast(region) for region in flight.regions]
+        try:
+            if flight.bucket.lane == "direct":
+                with self.group.coalesced() as works:
+                    flight.works = works
+                    works += [self.group.broadcast(region) for region in flight.regions]
+            elif flight.bucket.nbytes:
+                flight.works.append(self.group.broadcast(flight.regions[0]))
+        except RuntimeError as error:
+            # a backend that knows already that a peer is gone takes nothing more
+            self.guard.check()
+            raise PeerLost(f"{self.guard.what} cannot begin bucket {flight.bucket.index}: {error}") from error
         flight.arrival = self.lane.arrival(flight.works)
 
     def _land(self, flight: Flight) -> None:
@@ -220,13 +225,10 @@ class Loop:
     def _exchange(self, digests: Tensor) -> None:
         if not digests.numel():
             return
-        flight = Flight(
-            Bucket(len(self.plan.buckets), "packed", (), digests.nbytes, whole=True), [digests], []
-        )
-        self._flights.append(flight)
-        flight.works.append(self.group.broadcast(digests))
-        flight.arrival = self.lane.arrival(flight.works)
         self.guard.progress("the digests")
+        behind = Bucket(len(self.plan.buckets), "packed", (), digests.nbytes, whole=True)
+        flight = Flight(behind, [digests], [])
+        self.dispatch(flight)
         for query in (*flight.arrival, *self.lane.idle()):
             self.guard.wait(query)
         self._flights.pop()
