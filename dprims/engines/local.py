@@ -48,22 +48,24 @@ class LocalPolicy:
             raise MembershipError(f"stages is {stages}; expected at least 1")
         self.world_size = stages
         self.host = "127.0.0.1"  # where the leader's store is reached: all ranks are on this machine
-        self._ranks = [
-            WorkerProcess(
-                f"trainer-{stage}",
-                RankProcess,
-                (
-                    "sender",
-                    stage,
-                    make_source,
-                    (stage, *args),
-                    _of(device, stage),
-                    _environment(environment, stage),
-                ),
-            )
-            for stage in range(stages)
-        ]
+        self._make_source, self._args = make_source, args
+        self._device, self._environment = device, environment
+        self._ranks = [self._start(stage) for stage in range(stages)]
         _await_ready(self._ranks)
+
+    def _start(self, stage: int) -> WorkerProcess:
+        return WorkerProcess(
+            f"trainer-{stage}",
+            RankProcess,
+            (
+                "sender",
+                stage,
+                self._make_source,
+                (stage, *self._args),
+                _of(self._device, stage),
+                _environment(self._environment, stage),
+            ),
+        )
 
     def prepare_refit_info(
         self, site: RefitSite, known: Mapping[int, str] | None = None
@@ -88,6 +90,15 @@ class LocalPolicy:
     def process(self, rank: int) -> WorkerProcess:
         """The process of trainer *rank*."""
         return self._ranks[rank]
+
+    def restart(self, rank: int) -> None:
+        """Put a fresh process in the place of trainer *rank*'s; return when it is up.
+
+        Its source is made anew: to give it the weights of before is the caller's.
+        """
+        self._ranks[rank].kill()
+        self._ranks[rank] = self._start(rank)
+        _await_ready([self._ranks[rank]])
 
     def close(self) -> None:
         """End every process. Bounded; idempotent."""

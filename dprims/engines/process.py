@@ -27,7 +27,8 @@ from ..exceptions import DprimsError, PeerLost
 
 log = logging.getLogger("dprims.engines.process")
 
-_PRELOAD = ("torch", "dprims.synchronizer.workers")
+_PRELOAD = ("torch", "dprims.synchronizer.workers", "redis")
+"""What the fork server imports once for all ranks; what is not installed is passed over."""
 _END: Any = object()
 _PR_SET_PDEATHSIG = 1
 
