@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,12 @@ from .protocol import (
     Stepped,
     SyncRequested,
     Version,
+    current_key,
+    decode_version,
+    evicted_key,
+    next_key,
 )
+from .recovery import refit
 from .rendezvous import leader_store
 from .report import RefitReport
 from .run import Run
@@ -186,14 +191,35 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             self._grant = grant
             try:
                 self._seats = Seats(self._roster(), self._train_world_size() + self._inference_world_size())
+                reserved, current = self._raise_fences(grant.token)
                 self._prepare()
                 self._leader = Leader(self._fleet(), min_shards=self.min_shards)
                 self._seats.watch(self._gone)
-                self._drive(Elected(grant.token, self._seats.read()))
+                roster = self._seats.read()
+                self._drive(Elected(grant.token, reserved, current, roster, self._evicted(roster)))
                 self._build(frozenset(), force=False)
             except BaseException:
                 self._retire()
                 raise
+
+    def _raise_fences(self, term: int) -> tuple[Version | None, Version | None]:
+        """Refuse every earlier leader's writes from now on; the versions reserved and current until now."""
+        keys = next_key(self.site.prefix), current_key(self.site.prefix)
+        found = [self.backend.raise_fence(key, term) for key in keys]
+        if any(token > term for token, _ in found):
+            raise StaleLeader(
+                f"a leader of a higher term than {term} has taken over fleet {self.site.prefix!r}"
+            )
+        reserved, current = (decode_version(value) if value else None for _, value in found)
+        return reserved, current
+
+    def _evicted(self, roster: Sequence[int]) -> frozenset[int]:
+        """The seats that are not in because a leader deleted their entries, maybe a moment ago."""
+        return frozenset(
+            seat
+            for seat, incarnation in enumerate(roster)
+            if not incarnation and self.backend.get(evicted_key(self.site.prefix, seat)) is not None
+        )
 
     def _open_backend(self) -> None:
         if self._opened is not None:
@@ -345,7 +371,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             version=leader.version.number,
             epoch=leader.epoch,
             members=tuple(sorted(leader.current)),
-            absent=membership.absent,
+            absent=dict(membership.absent),
             nbytes=sum(stats.nbytes for stats in heads),
             seconds=time.monotonic() - run.began,
             wire_s=max(stops) - min(starts) if starts and stops else 0.0,
@@ -353,6 +379,22 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             phases=run.phases,
             stages=stages,
         )
+
+    def refit(
+        self,
+        absent_shards: Callable[[], Sequence[int]] | None = None,
+        *,
+        tries: int = 3,
+        timer: Any = None,
+        kv_scales: Mapping[str, float] | None = None,
+    ) -> RefitReport:
+        """For training loops: reconcile, sync, and after a failure the same again, at most *tries* times.
+
+        *absent_shards* is asked before each try for the shards to leave out; a shard that is not in the
+        roster is left out without being named. Raises what the last try raised. Not tried again is what a
+        new try cannot mend: StaleLeader, BelowQuorum, BackendMisconfigured and HandshakeMismatch.
+        """
+        return refit(self, absent_shards, tries=tries, timer=timer, kv_scales=kv_scales)
 
     # -- reconcile ------------------------------------------------------------------------------------
 

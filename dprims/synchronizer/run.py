@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,6 @@ from .protocol import (
     Call,
     Cause,
     CellRead,
-    Claim,
-    Claimed,
     Condemn,
     Condemned,
     Deposed,
@@ -53,9 +52,9 @@ from .protocol import (
     current_key,
     decision_key,
     decode_decision,
-    decode_version,
     encode_decision,
     encode_version,
+    evicted_key,
     next_key,
 )
 from .settle import _settle_before_propagating
@@ -106,6 +105,7 @@ class Run:
         self._unwound: dict[int, Future[None]] = {}
         self._errors: dict[int, BaseException] = {}
         self._lost: dict[int, str] = {}
+        self._fenced: set[int] = set()
         self._silent: list[int] = []
         self._number = 0
 
@@ -142,7 +142,7 @@ class Run:
             self._open.pop(event.seat, None)
         elif isinstance(event, Gone):
             self._open.pop(event.seat, None)
-            if self.leader.roster[event.seat] == event.incarnation:
+            if self.leader.roster[event.seat] == event.incarnation and event.seat not in self._fenced:
                 self._lost.setdefault(event.seat, event.why)
         return event
 
@@ -207,23 +207,33 @@ class Run:
             return Fenced(
                 backend.write_fenced(key, encode_version(action.version), action.term) == action.term
             )
-        if isinstance(action, Claim):
-            found = [backend.raise_fence(key, action.term) for key in (next_key(prefix), current_key(prefix))]
-            if any(token > action.term for token, _ in found):
-                return Fenced(False)
-            return Claimed(*(decode_version(value) if value else None for _, value in found))
         raise RefitError(f"the machine asks for {action!r}, which this driver does not know")
 
     def _condemn(self, action: Condemn) -> None:
         """Fence a shard: its entries go now, and after their ttl it surely knows."""
         log.warning("shard %d is condemned: its ranks leave the roster", action.shard)
+        self._fenced.update(seat for seat, _ in action.entries)  # that they go is no news
+        backend, prefix = self.sync.backend, self.sync.site.prefix
+        marks = {seat: evicted_key(prefix, seat) for seat in self.leader.seats[action.shard]}
         try:
-            stood = [self.sync.seats.evict(seat, incarnation) for seat, incarnation in action.entries]
+            # what an earlier leader deleted a moment ago may still be believed in by its rank
+            unsure = any(backend.get(mark) is not None for mark in marks.values())
+            for seat, incarnation in action.entries:
+                backend.compare_and_set(marks[seat], None, str(incarnation).encode())
+            for seat, incarnation in action.entries:
+                unsure |= self.sync.seats.evict(seat, incarnation)
         except BackendError as error:
             self.inbox.put(Deposed(f"the backend gave no answer: {error}"))
             return
-        pause = self.sync.site.roster_ttl_s * (1 + LAPSE_SLACK) if any(stood) else 0.0
-        timer = threading.Timer(pause, self.inbox.put, (Condemned(action.shard),))
+
+        def over() -> None:
+            with suppress(BackendError):  # a mark that stays costs a successor one more pause
+                for mark in marks.values():
+                    backend.delete(mark)
+            self.inbox.put(Condemned(action.shard))
+
+        # an entry that was not there any more had lapsed, which its rank has known for as long
+        timer = threading.Timer(self.sync.site.roster_ttl_s * (1 + LAPSE_SLACK) if unsure else 0.0, over)
         timer.daemon = True
         timer.start()
 

@@ -40,7 +40,6 @@ from .protocol import (
     TermRead,
     Version,
     WriteAbort,
-    current_key,
     decision_key,
     decode_decision,
     encode_decision,
@@ -246,12 +245,8 @@ class MemberShell(ABC):
 
     def _read_term(self, action: ReadTerm) -> None:
         backend, site = self._at_site(self._backend), self._at_site(self._site)
-        terms = [place.token or 0 for place in backend.queue(site.leader_lock)[:1]]
-        for key in (next_key(site.prefix), current_key(site.prefix)):
-            found = backend.read_fenced(key)
-            if found is not None:
-                terms.append(found[0])
-        self._handle(TermRead(max(terms, default=0)))
+        found = backend.read_fenced(next_key(site.prefix))
+        self._handle(TermRead(0 if found is None else found[0]))
 
     def _perform(self, action: Perform) -> None:
         message = action.message
