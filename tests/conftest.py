@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dprims.testing.servers import EtcdServer, RedisServer, Server
+from dprims.testing.servers import EtcdServer, RedisServer
 
 # torch's store server looks up the name of every client, and stands still while it waits for an answer:
 # no nameserver is asked here.
@@ -24,7 +25,7 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 PR_SET_CHILD_SUBREAPER = 36
 LEFT_S = 5.0
 
-_session_servers: list[Server] = []
+_session_servers: list[Any] = []
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +42,12 @@ def etcd_server() -> Iterator[EtcdServer]:
     with EtcdServer() as server:
         _session_servers.append(server)
         yield server
+
+
+@pytest.fixture(scope="session")
+def outliving() -> list[Any]:
+    """What lives longer than a test on purpose: add an object whose ``pids`` are its processes, now."""
+    return _session_servers
 
 
 @pytest.fixture
