@@ -102,7 +102,8 @@ def refit(
     size = sum(meta.nbytes for meta in metas)
     typer.echo(
         f"{model}: {len(metas)} tensors, {size / 1e9:.3f} GB, buckets of {bucket_bytes / 2**20:g} MiB, "
-        f"{receivers} receiver{'s' if receivers > 1 else ''}, {device}, median of {rounds}"
+        f"{receivers} receiver{'s' if receivers > 1 else ''}, {device}, median of {rounds}; "
+        f"ratios to {_limit(measured).name!r}"
     )
     _table(measured)
     for count, found in swept.items():
@@ -181,8 +182,8 @@ def _draw(path: Path, title: str, measured: list[Measured], swept: dict[int, lis
     figure, panes = pyplot.subplots(1, 2 if swept else 1, figsize=(12 if swept else 7, 4), squeeze=False)
     bars = panes[0][0]
     places = range(len(measured))
-    bars.barh([p + 0.2 for p in places], [one.gb_per_s for one in measured], 0.4, label="wire")
-    bars.barh([p - 0.2 for p in places], [one.total_gb_per_s for one in measured], 0.4, label="total")
+    bars.barh([p - 0.2 for p in places], [one.gb_per_s for one in measured], 0.4, label="wire")
+    bars.barh([p + 0.2 for p in places], [one.total_gb_per_s for one in measured], 0.4, label="total")
     bars.set_yticks(list(places), [one.name for one in measured])
     bars.invert_yaxis()
     bars.set_xlabel("GB/s")

@@ -37,8 +37,8 @@ FORMAT = 1
 KV_SCALES = "__kv_scales__"
 """Name of the one float32 tensor that carries all scales, after the weights."""
 
-DIRECT_BYTES = 16 << 20
-"""Contiguous tensors travel uncopied from this size, or from that of a bucket when it is less."""
+DIRECT_BYTES = (2 << 20, 16 << 20)
+"""Contiguous tensors travel uncopied from a quarter of a bucket on, which is kept between these two."""
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8,
@@ -147,8 +147,8 @@ class Plan:
             metas: every tensor of the source; an alias may come before or after the tensor that it shares.
             bucket_bytes: the size of a full bucket, a multiple of `align`.
             align: where tensors may begin within a packed bucket, in bytes; a power of two, at least 16.
-            direct_bytes: contiguous tensors from this size travel uncopied; by default 16 MiB or a bucket,
-                whichever is less.
+            direct_bytes: contiguous tensors from this size travel uncopied; by default a quarter of a bucket,
+                but 2 MiB at least and 16 MiB at most.
             kv_scales: names of scales; they travel after the weights, sorted, as one float32 tensor.
 
         Raises:
@@ -159,7 +159,9 @@ class Plan:
             raise ValueError(f"align is {align}; it is a power of two and at least 16")
         if bucket_bytes < align or bucket_bytes % align:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; it is a multiple of align ({align})")
-        threshold = min(bucket_bytes, DIRECT_BYTES) if direct_bytes is None else direct_bytes
+        low, high = DIRECT_BYTES
+        usual = min(bucket_bytes, max(low, min(high, bucket_bytes // 4)))
+        threshold = usual if direct_bytes is None else direct_bytes
         if not 0 < threshold <= bucket_bytes:
             raise ValueError(
                 f"direct_bytes is {threshold}; it lies between 1 and bucket_bytes ({bucket_bytes})"
