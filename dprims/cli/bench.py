@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,6 +109,40 @@ def refit(
     for count, found in swept.items():
         typer.echo(f"\n{count} tensors")
         _table(found)
+
+
+@bench.command()
+def pack(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; medians are shown.")] = 9,
+    max_mib: Annotated[int, typer.Option(min=1, help="Bytes to pack, in MiB.")] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How fast one device packs tensors into a buffer and digests it, against copying that buffer.
+
+    On CUDA the host's time is shown by the tensor, apart from the device's.
+    """
+    need("torch", "torch")
+    from ..testing.refit_bench import MODELS, bench_pack, cut, model_metas
+
+    models = ("moe-3mb", "kb256", "kb64")
+    _check(device, models[0], tuple(MODELS), [], ())
+    found = {
+        model: bench_pack(cut(model_metas(model), max_mib * 1024 * 1024), device=device, rounds=rounds)
+        for model in models
+    }
+    if as_json:
+        typer.echo(json.dumps({model: asdict(speed) for model, speed in found.items()}))
+        return
+    typer.echo(
+        f"{'':10} {'tensors':>8} {'copy GB/s':>10} {'pack':>8} {'ratio':>6} {'digest':>8} {'host us':>8}"
+    )
+    for model, one in found.items():
+        typer.echo(
+            f"{model:10} {one.tensors:8} {one.copy_gb_per_s:10.1f} {one.pack_gb_per_s:8.1f} "
+            f"{one.pack_gb_per_s / one.copy_gb_per_s:6.2f} {one.digest_gb_per_s:8.1f} "
+            f"{one.host_us_per_tensor:8.2f}"
+        )
 
 
 def _check(

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..synchronizer.digest import Digests
 from ..synchronizer.group import CommGroup, join_store, leader_store
 from ..synchronizer.guard import Guard
 from ..synchronizer.lanes import lane_for
-from ..synchronizer.packing import dtype_of
+from ..synchronizer.packing import dtype_of, pack
 from ..synchronizer.plan import Plan, TensorMeta
 from ..synchronizer.sinks import DictSink
 from ..synchronizer.sources import DictSource
@@ -28,7 +29,16 @@ from ..synchronizer.transfer import receive, send
 from .ranks import run_ranks
 from .transfer_rank import share_gpu
 
-__all__ = ["CONTESTANTS", "MODELS", "Measured", "bench_refit", "cut", "model_metas"]
+__all__ = [
+    "CONTESTANTS",
+    "MODELS",
+    "Measured",
+    "PackSpeed",
+    "bench_pack",
+    "bench_refit",
+    "cut",
+    "model_metas",
+]
 
 DEADLINE_S = 120.0
 FLAT_BYTES = 4 << 30
@@ -114,6 +124,60 @@ class Measured:
     def total_gb_per_s(self) -> float:
         """Payload over the median total time, in 1e9 bytes a second."""
         return self.nbytes / statistics.median(self.total_s) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PackSpeed:
+    """What one device does by itself, in bytes of payload a second and seconds of the host."""
+
+    nbytes: int
+    tensors: int
+    copy_gb_per_s: float
+    pack_gb_per_s: float
+    digest_gb_per_s: float
+    host_us_per_tensor: float
+
+
+def bench_pack(metas: Sequence[TensorMeta], *, device: str = "cpu", rounds: int = 9) -> PackSpeed:
+    """Pack all of `metas` into one buffer, and digest it, against a copy of that buffer; medians.
+
+    In this process. On CUDA the device's time is taken with events, and the host's apart from it.
+    """
+    where = torch.device(device)
+    lane = lane_for(where)
+    tensors = [torch.zeros(meta.shape, dtype=dtype_of(meta.dtype), device=where) for meta in metas]
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.nbytes // 256) * 256
+    buffer, other = (torch.empty(end, dtype=torch.uint8, device=where) for _ in range(2))
+    digests = Digests([end], where)
+    steps: dict[str, Callable[[], object]] = {
+        "copy": lambda: other.copy_(buffer),
+        "pack": lambda: pack(buffer, tensors, offsets),
+        "digest": lambda: digests.add(0, buffer),
+    }
+    host: list[float] = []
+    for number in range(1 + rounds):
+        for name, step in steps.items():
+            lane.follow()
+            with lane.side():
+                start = time.perf_counter()
+                with lane.span(name, number):
+                    step()
+                if name == "pack" and number:
+                    host.append(time.perf_counter() - start)
+            if where.type == "cuda":
+                torch.cuda.synchronize(where)
+    spans = [span for span in lane.finish() if span.bucket]
+    seconds = {
+        name: statistics.median(span.stop - span.start for span in spans if span.phase == name)
+        for name in steps
+    }
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    speed = {name: nbytes / max(took, 1e-9) / 1e9 for name, took in seconds.items()}
+    per_tensor = statistics.median(host) / len(tensors) * 1e6
+    return PackSpeed(nbytes, len(tensors), speed["copy"], speed["pack"], speed["digest"], per_tensor)
 
 
 @dataclass(frozen=True, slots=True)
