@@ -12,8 +12,10 @@ Pure: the standard library only, no clock, no torch.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -79,6 +81,9 @@ class RefitMembership:
     incarnations: tuple[tuple[int, ...], ...]
     departures: tuple[tuple[int, str], ...] = ()
     epoch: Epoch = _START
+    _order: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the surviving shards
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)  # their first ranks
+    _seats: tuple[int, ...] = field(init=False, repr=False, compare=False)  # every shard's first seat
 
     def __post_init__(self) -> None:
         if self.train_world_size < 1:
@@ -104,6 +109,12 @@ class RefitMembership:
             self._known(shard)
         if len(gone) == len(self.shard_sizes):
             raise BelowQuorum(f"no shard survives: all {len(gone)} are absent ({self._reasons()})")
+        out = set(gone)
+        order = tuple(shard for shard in range(len(self.shard_sizes)) if shard not in out)
+        starts = accumulate((self.shard_sizes[shard] for shard in order), initial=self.train_world_size)
+        seats = accumulate(self.shard_sizes, initial=self.train_world_size)
+        for name, value in (("_order", order), ("_starts", tuple(starts)), ("_seats", tuple(seats))):
+            object.__setattr__(self, name, value)
 
     # ---- making one -------------------------------------------------------------------------------
 
@@ -206,23 +217,21 @@ class RefitMembership:
     @property
     def surviving_shards(self) -> tuple[int, ...]:
         """The shards that take part, in order."""
-        return tuple(shard for shard in range(len(self.shard_sizes)) if shard not in self.absent)
+        return self._order
 
     @property
     def world_size(self) -> int:
         """Trainers plus the ranks of the surviving shards."""
-        return self.train_world_size + sum(self.shard_sizes[shard] for shard in self.surviving_shards)
+        return self._starts[-1]
 
     def ranks_of(self, shard: int) -> tuple[int, ...]:
         """Return the ranks of a surviving shard; MembershipError for an absent or unknown one."""
-        if self._known(shard) in self.absent:
+        place = bisect_left(self._order, self._known(shard))
+        if place == len(self._order) or self._order[place] != shard:
             raise MembershipError(
-                f"shard {shard} is absent ({self.absent[shard]}); present: {list(self.surviving_shards)}"
+                f"shard {shard} is absent ({self.absent[shard]}); present: {list(self._order)}"
             )
-        first = self.train_world_size + sum(
-            size for index, size in enumerate(self.shard_sizes[:shard]) if index not in self.absent
-        )
-        return tuple(range(first, first + self.shard_sizes[shard]))
+        return tuple(range(self._starts[place], self._starts[place + 1]))
 
     def shard_of(self, rank: int) -> int | None:
         """Return the shard of a rank, or None for a trainer; MembershipError for a rank outside."""
@@ -230,7 +239,7 @@ class RefitMembership:
             raise MembershipError(f"rank {rank} is not in 0..{self.world_size - 1} at epoch {self.epoch}")
         if rank < self.train_world_size:
             return None
-        return next(shard for shard in self.surviving_shards if rank in self.ranks_of(shard))
+        return self._order[bisect_right(self._starts, rank) - 1]
 
     def incarnation_of(self, rank: int) -> int:
         """Return the incarnation of a generation rank; MembershipError for a trainer."""
@@ -263,8 +272,7 @@ class RefitMembership:
 
     def seats_of(self, shard: int) -> tuple[int, ...]:
         """Return the seats of a shard, absent or not: its ranks in the complete fleet."""
-        first = self.train_world_size + sum(self.shard_sizes[: self._known(shard)])
-        return tuple(range(first, first + self.shard_sizes[shard]))
+        return tuple(range(self._seats[self._known(shard)], self._seats[shard + 1]))
 
     def seat_of(self, rank: int) -> int:
         """Return the seat of a rank of this membership."""
@@ -275,13 +283,12 @@ class RefitMembership:
 
     def rank_at(self, seat: int) -> int | None:
         """Return the rank that a seat has now, or None while its shard is absent."""
-        if 0 <= seat < self.train_world_size:
+        if not 0 <= seat < self._seats[-1]:
+            raise MembershipError(f"seat {seat} is not in 0..{self._seats[-1] - 1}")
+        if seat < self.train_world_size:
             return seat
-        for shard in range(len(self.shard_sizes)):
-            seats = self.seats_of(shard)
-            if seat in seats:
-                return None if shard in self.absent else self.ranks_of(shard)[seat - seats[0]]
-        raise MembershipError(f"seat {seat} is not in 0..{self.train_world_size + sum(self.shard_sizes) - 1}")
+        shard = bisect_right(self._seats, seat) - 1
+        return None if shard in self.absent else self.ranks_of(shard)[seat - self._seats[shard]]
 
     # ---- comparing --------------------------------------------------------------------------------
 

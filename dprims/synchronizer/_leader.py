@@ -78,11 +78,7 @@ class Leader(LeaderState):
 
     def _advance(self) -> None:
         """Leave each phase in which nothing is owed any more."""
-        while True:
-            for shard in sorted(self.plan):
-                self._step(shard)
-            if self.calls or self.awaited or self.plan or self.phase not in self._NEXT:
-                return
+        while not (self.calls or self.awaited or self.plan) and self.phase in self._NEXT:
             getattr(self, self._NEXT[self.phase])()
 
     _NEXT: ClassVar[dict[str, str]] = {
@@ -139,6 +135,8 @@ class Leader(LeaderState):
                 waiting = any(one.staged or one.paused for one in held)
                 self.plan[shard] = ("rollback", "resume") if waiting else ()
                 self.verdicts[shard] = live
+        for shard in sorted(self.plan):
+            self._step(shard)
 
     def _committed(self, held: Holding) -> Version | None:
         """Return what a rank holds staged and was decided "commit"."""
@@ -318,6 +316,8 @@ class Leader(LeaderState):
             if all(self.gone[seat] < self.roster[seat] for seat in self.seats[shard]):
                 self.plan[shard] = _SWITCH
                 self.verdicts[shard] = self.target
+        for shard in sorted(self.plan):
+            self._step(shard)
 
     def _publish(self) -> None:
         self.phase = "publish"
@@ -347,8 +347,11 @@ class Leader(LeaderState):
             del self.calls[seat]
             if reply.holding is not None:
                 self.holdings[seat] = reply.holding
-            if message.kind == "recv" and seat in self._shard_at:
+            shard = self._shard_at.get(seat)
+            if message.kind == "recv" and shard is not None:
                 self.digests |= {reply.digest}
+            elif shard in self.plan:
+                self._step(shard)
 
     def _on_silent(self, event: Silent) -> None:
         if self.calls.get(event.seat) == event.message:
