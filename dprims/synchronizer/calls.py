@@ -72,6 +72,8 @@ class RankInfo:
     digest: str = ""
     device: str = "cpu"
     """The kind of device that the weights are on."""
+    version: int = 0
+    """The highest version that this process ever committed; 0 for none, and for trainers."""
 
 
 @dataclass(frozen=True, slots=True)

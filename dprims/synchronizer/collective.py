@@ -47,7 +47,7 @@ from .protocol import (
     next_key,
 )
 from .recovery import refit
-from .rendezvous import leader_store
+from .rendezvous import forget_groups, leader_store
 from .report import RefitReport
 from .run import Run
 from .seats import LOOKS, Seats
@@ -192,7 +192,10 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             try:
                 self._seats = Seats(self._roster(), self._train_world_size() + self._inference_world_size())
                 reserved, current = self._raise_fences(grant.token)
-                self._prepare()
+                highest = max((info.version for info in self._prepare()), default=0)
+                if highest > (reserved.number if reserved else 0):
+                    # the backend has lost what it knew; numbers grow all the same
+                    reserved = Version(highest)
                 self._leader = Leader(self._fleet(), min_shards=self.min_shards)
                 self._seats.watch(self._gone)
                 roster = self._seats.read()
@@ -270,7 +273,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             )
         return self.inference_cluster.world_size()
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> list[RankInfo]:
         """Have every rank in at this site, and learn what the trainers send. A dead rank is left out."""
         handles = list(self.policy.prepare_refit_info(self.site, self.stages.known))
         trainers = len(handles)
@@ -293,6 +296,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 if isinstance(error, PeerLost):
                     self.seats.evict(seat, self.seats.known.get(seat, 0))
         self.stages.note(infos)
+        return infos
 
     def _late(self, asked: Mapping[int, Future[RankInfo]]) -> set[int]:
         """Who has not answered in time. A rank that has left the roster is not waited for."""
@@ -524,6 +528,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             run.to_the_end(event)
         finally:
             self._run = None
+        if run.rebuilt:
+            forget_groups(self._store, but=self.epoch)
         return run
 
     def dispatch(

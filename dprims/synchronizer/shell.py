@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dprims.synchronizer.shell")
 
-WATCH_SLICE_S = 10.0
+WATCH_SLICE_S = 1.0
+"""How long the watch for a decision outlives its epoch: a wait for a cell cannot be cancelled."""
 REJOIN_S = 1.0
 """Pause before a rank whose entry lapsed tries again to join, when the backend does not answer."""
 
@@ -72,6 +73,7 @@ class MemberShell(ABC):
         self._waiting: dict[Message, list[Future[RefitAnswer]]] = {}
         self._outcome: dict[Message, tuple[BaseException | None, Mapping[int, TransferStats]]] = {}
         self._watched: set[tuple[Any, int]] = set()
+        self._highest = 0
         self._closed = False
         threading.Thread(target=self._run_machine, name=f"dprims-machine-{seat}", daemon=True).start()
 
@@ -95,7 +97,7 @@ class MemberShell(ABC):
 
     def _info(self, known: str) -> RankInfo:
         """Say who this rank is, and what it sends where the caller does not know it by this digest."""
-        return RankInfo(self.seat, self._member.incarnation)
+        return RankInfo(self.seat, self._member.incarnation, version=self._highest)
 
     @abstractmethod
     def _end(self) -> None:
@@ -260,6 +262,8 @@ class MemberShell(ABC):
             self._outcome[message] = (error, {})
             self._handle(Broke(message, why(error)))
         else:
+            if message.kind == "commit":
+                self._highest = max(self._highest, message.version.number)
             self._handle(Performed(message))
 
     def _write_abort(self, action: WriteAbort) -> None:

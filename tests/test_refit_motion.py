@@ -1,0 +1,350 @@
+"""Fleets in motion: layouts of generation, in-place sinks, helpers for training loops, and long runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from dprims.engines.local import LocalGeneration, LocalPolicy
+from dprims.exceptions import (
+    BackendError,
+    BelowQuorum,
+    DprimsError,
+    PeerLost,
+    RefitAborted,
+    RefitError,
+    StaleLeader,
+    TornWeights,
+)
+from dprims.synchronizer import CollectiveWeightSynchronizer
+from dprims.synchronizer.sinks import DictSink
+from dprims.testing.faults import Fault, FaultInjector
+from dprims.testing.servers import RedisServer
+from dprims.testing.threads import ThreadGeneration, ThreadPolicy
+from dprims.testing.weights import ToySink, ToySource, toy_tensors
+
+LIMIT_S = 60.0
+BUCKET = 64 << 10
+MIDDLE = 2
+
+
+def synchronizer(
+    policy: Any, generation: Any, backend: Any = None, **more: Any
+) -> CollectiveWeightSynchronizer:
+    options = {
+        "refit_timeout_s": 20.0,
+        "stall_timeout_s": 10.0,
+        "roster_ttl_s": 3.0,
+        "bucket_bytes": BUCKET,
+        "fleet": f"fleet-{uuid.uuid4().hex[:8]}",
+    }
+    return CollectiveWeightSynchronizer(policy, generation, backend=backend, **{**options, **more})
+
+
+@contextlib.contextmanager
+def threads(
+    sizes: tuple[int, ...], make_sink: Callable[..., Any], *args: Any, stages: int = 2, **options: Any
+) -> Iterator[tuple[ThreadPolicy, ThreadGeneration, CollectiveWeightSynchronizer]]:
+    """Ranks as threads of this process, over real groups."""
+    policy = ThreadPolicy(ToySource, stages=stages)
+    generation = ThreadGeneration(make_sink, *args, shard_sizes=sizes, train_world_size=stages)
+    sync = synchronizer(policy, generation, **options)
+    try:
+        sync.init_communicator(timeout=LIMIT_S)
+        yield policy, generation, sync
+    finally:
+        generation.close()
+        policy.close()
+        sync.shutdown()
+
+
+def step(policy: ThreadPolicy, sync: CollectiveWeightSynchronizer) -> list[str]:
+    sync.mark_stale()
+    return [source.step() for source in policy.sources]
+
+
+# -- layouts of generation ---------------------------------------------------------------------------
+
+
+class PartSink(DictSink):
+    """What one rank of a shard holds when generation is cut otherwise than training."""
+
+    def __init__(self, shard: int, worker: int, parts: int, stages: int) -> None:
+        every: dict[str, Any] = {}
+        for stage in range(stages):
+            every |= toy_tensors(stage, 4, 128)
+        names = sorted(every)
+        super().__init__(
+            {name: every[name] for place, name in enumerate(names) if place % parts == worker % parts}
+        )
+
+
+@pytest.mark.parametrize(
+    ("stages", "sizes", "parts"),
+    [(2, (1, 3, 2), 1), (1, (3, 3), 3), (3, (2, 2), 2), (2, (4, 1), 1)],
+    ids=[
+        "unequal shards",
+        "generation pp 3 of train pp 1",
+        "generation pp 2 of train pp 3",
+        "tp 4 beside tp 1",
+    ],
+)
+def test_generation_has_a_layout_of_its_own(stages: int, sizes: tuple[int, ...], parts: int) -> None:
+    with threads(sizes, PartSink, parts, stages, stages=stages) as (policy, generation, sync):
+        for _ in range(2):
+            step(policy, sync)
+            assert sync.sync_weights().members == tuple(range(len(sizes)))
+            sent = {name: tensor for source in policy.sources for name, tensor in source.tensors.items()}
+            for sink in generation.sinks:
+                assert all(tensor.equal(sent[name]) for name, tensor in sink.tensors.items())
+            for first in range(0, len(generation.sinks) if parts > 1 else 0, parts):  # one shard holds all
+                held = [name for sink in generation.sinks[first : first + parts] for name in sink.tensors]
+                assert sorted(held) == sorted(sent)
+
+
+def test_a_wide_shard_commits_on_all_its_ranks_or_serves_no_more() -> None:
+    with threads((3, 1), ToySink, 2, roster_ttl_s=1.0) as (policy, generation, sync):
+        old = step(policy, sync)
+        sync.sync_weights()
+        new = step(policy, sync)
+        generation.workers[4].faults = FaultInjector([Fault(action="raise", phase="commit")])
+        assert sync.sync_weights().members == (1,)
+        assert generation.sinks[3].checksums() == new
+        assert not any(generation.workers[seat].may_serve for seat in (2, 3, 4)), "one failed, so none serves"
+        assert generation.sinks[2].checksums() == old
+        until(lambda: sync.refit().members == (0, 1))
+        assert [sink.checksums() for sink in generation.sinks] == [new] * 4
+
+
+# -- weights that are received in place --------------------------------------------------------------
+
+
+def test_weights_received_in_place_are_torn_until_the_next_commit() -> None:
+    with threads((1, 1), ToySink, 2, 4, 128, True) as (policy, generation, sync):
+        step(policy, sync)
+        sync.sync_weights()
+        assert all(worker.may_serve for worker in generation.workers.values())
+        new = step(policy, sync)
+        generation.workers[2].faults = FaultInjector([Fault(action="raise", bucket=MIDDLE)])
+        with pytest.raises(TornWeights, match=r"seat [23]: an in-place receive was cut"):
+            sync.sync_weights()
+        assert sync.is_stale
+        assert sync.version == 1
+        assert not any(worker.may_serve for worker in generation.workers.values())
+        assert sync.sync_weights().version == 2
+        assert all(worker.may_serve for worker in generation.workers.values())
+        assert [sink.checksums() for sink in generation.sinks] == [new] * 2
+
+
+# -- versions ----------------------------------------------------------------------------------------
+
+
+def test_versions_grow_also_when_the_backend_has_forgotten_everything(private_redis: RedisServer) -> None:
+    with threads((1, 1), ToySink, 2, backend=private_redis.url, roster_ttl_s=1.0) as (
+        policy,
+        generation,
+        sync,
+    ):
+        for version in (1, 2, 3):
+            step(policy, sync)
+            assert sync.sync_weights().version == version
+        with redis.Redis.from_url(private_redis.url) as client:
+            client.flushall()
+        new = step(policy, sync)
+
+        def back() -> bool:
+            try:
+                return sync.refit().members == (0, 1)
+            except (BelowQuorum, PeerLost):  # the ranks have not noticed yet that they are out
+                return False
+            except (StaleLeader, BackendError):
+                sync.init_communicator(timeout=LIMIT_S)
+                return False
+
+        until(back)
+        assert sync.version > 3
+        assert [sink.version for sink in generation.sinks] == [sync.version] * 2
+        assert [sink.checksums() for sink in generation.sinks] == [new] * 2
+
+
+# -- the helper for training loops -------------------------------------------------------------------
+
+
+def test_a_refit_goes_on_without_a_shard_that_fails_once() -> None:
+    with threads((1, 1), ToySink, 2) as (policy, generation, sync):
+        new = step(policy, sync)
+        generation.workers[3].faults = FaultInjector([Fault(action="raise", bucket=MIDDLE)])
+        report = sync.refit()
+        assert report.members == (0, 1)
+        assert [sink.checksums() for sink in generation.sinks] == [new] * 2
+
+
+def test_a_refit_asks_anew_who_is_absent_and_gives_up_in_time() -> None:
+    with threads((1, 1), ToySink, 2) as (policy, generation, sync):
+        step(policy, sync)
+        asked: list[int] = []
+
+        def absent() -> list[int]:
+            asked.append(len(asked))
+            return [] if len(asked) < 2 else [1]
+
+        generation.workers[3].faults = FaultInjector([Fault(action="raise", bucket=MIDDLE, times=9)])
+        assert sync.refit(absent).members == (0,)
+        assert asked == [0, 1]
+        generation.workers[2].faults = FaultInjector([Fault(action="raise", bucket=MIDDLE, times=9)])
+        with pytest.raises(RefitAborted, match="InjectedFault"):
+            sync.refit(lambda: [1], tries=2)
+        assert generation.workers[2].faults._left == [7], "tried twice"
+        with pytest.raises(BelowQuorum):
+            sync.refit(lambda: [0, 1])
+        with pytest.raises(RefitError, match="tries is 0"):
+            sync.refit(tries=0)
+
+
+# -- long runs ---------------------------------------------------------------------------------------
+
+
+def usage(sync: CollectiveWeightSynchronizer, client: Any) -> dict[str, int]:
+    """What could grow: threads, descriptors, resident memory in MiB, keys in both stores."""
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+    return {
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "MiB": resident,
+        "keys at the leader": sync._store.num_keys(),
+        "keys in the backend": client.dbsize(),
+    }
+
+
+def rebuild_often(times: int, server: RedisServer) -> None:
+    with (
+        threads((1, 2), ToySink, 2, backend=server.url) as (_, _, sync),
+        redis.Redis.from_url(server.url) as client,
+    ):
+        for _ in range(20):
+            assert sync.reconcile_communicator([], force=True)
+        until(lambda: settled(sync, client))
+        before = usage(sync, client)
+        for number in range(times):
+            assert sync.reconcile_communicator([], force=True)
+            if number % 10 == 0:
+                sync.sync_weights()
+        slack = {
+            "threads": 4,
+            "descriptors": 40,
+            "MiB": 32,
+            "keys at the leader": 0,
+            "keys in the backend": 8,
+        }
+        now: dict[str, int] = {}
+
+        def flat() -> bool:
+            now.update(usage(sync, client))
+            return all(now[name] <= before[name] + slack[name] for name in before)
+
+        until(flat, lambda: f"{before} became {now}")
+
+
+def settled(sync: Any, client: Any) -> bool:
+    first = usage(sync, client)
+    time.sleep(0.1)  # a look at what moves by itself
+    return first == usage(sync, client)
+
+
+def test_thirty_rebuilds_leave_nothing_behind(private_redis: RedisServer) -> None:
+    rebuild_often(30, private_redis)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_two_hundred_rebuilds_leave_nothing_behind(private_redis: RedisServer) -> None:
+    rebuild_often(200, private_redis)
+
+
+def sync_at_random(times: int, seed: int, server: RedisServer) -> None:
+    """Faults drawn from *seed*: every shard is whole after each sync, and all are in at the end."""
+    draw = random.Random(seed)
+    policy = LocalPolicy(ToySource, stages=2)
+    generation = LocalGeneration(ToySink, 2, shard_sizes=(1, 2, 1), train_world_size=2)
+    sync = synchronizer(
+        policy, generation, server.url, refit_timeout_s=3.0, stall_timeout_s=1.5, roster_ttl_s=1.0
+    )
+    known: list[list[str]] = []
+
+    def call(side: Any, *args: Any, **kwargs: Any) -> Any:
+        return side.call(*args, **kwargs).result(LIMIT_S)
+
+    try:
+        sync.init_communicator(timeout=LIMIT_S)
+        version = 0
+        for _ in range(times):
+            for stage in range(2):
+                call(policy, stage, "step")
+            sync.mark_stale()
+            known.append([call(policy, stage, "checksum") for stage in range(2)])
+            shard, worker = draw.choice([(0, 0), (1, 0), (1, 1), (2, 0)])
+            rank = draw.choice([generation.process(shard, worker), policy.process(draw.randrange(2))])
+            phase = draw.choice(["bucket", "bucket", "decision", "commit", "settle", "handshake"])
+            action = draw.choice(["kill", "raise", "delay"] + (["corrupt"] if phase == "bucket" else []))
+            if action == "kill" and rank.name.startswith("trainer"):
+                action = "raise"
+            bucket = draw.randrange(5) if phase == "bucket" else None
+            fault = Fault(action=action, phase=phase, bucket=bucket, seconds=0.3)
+            rank.call_now("arm", fault).result(LIMIT_S)
+            try:
+                report = sync.refit()
+            except StaleLeader:
+                sync.init_communicator(timeout=LIMIT_S)
+                continue
+            except DprimsError:
+                continue
+            finally:
+                for shard in generation.dead_shards:
+                    generation.restart(shard)
+            assert report.version > version, f"{fault} at {rank.name}"
+            version = report.version
+            for shard in report.members:
+                for worker in range(generation.worker_group.sizes[shard]):
+                    assert call(generation, shard, "checksums", worker=worker) == known[-1], (
+                        f"{fault} at {rank.name}"
+                    )
+        for side in (policy, generation):
+            for process in side._ranks if isinstance(side._ranks, list) else side._ranks.values():
+                process.call_now("arm").result(LIMIT_S)
+        until(lambda: sync.refit().members == (0, 1, 2))
+        assert {tuple(call(generation, shard, "checksums")) for shard in range(3)} == {tuple(known[-1])}
+    finally:
+        generation.close()
+        policy.close()
+        sync.shutdown()
+
+
+def test_syncs_under_random_faults(private_redis: RedisServer) -> None:
+    sync_at_random(15, 7, private_redis)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+def test_five_hundred_syncs_under_random_faults(private_redis: RedisServer) -> None:
+    sync_at_random(500, int(os.environ.get("DPRIMS_CHAOS_SEED", "1")), private_redis)
+
+
+def until(
+    true: Callable[[], bool], said: Callable[[], str] = lambda: "what was waited for did not come"
+) -> None:
+    deadline = time.monotonic() + LIMIT_S / 2
+    while not true():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.01)
