@@ -16,8 +16,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -73,18 +74,21 @@ def _run(command: Sequence[str], grant: Grant, lost: threading.Event, grace: flo
         else:
             process.send_signal(number)
 
-    with _signals(_PASSED_ON, pass_on), _watchdog() as watch:
+    with _signals(_PASSED_ON, pass_on), _watchdog() as (group, watch):
+        if not in_foreground:
+            watch(-group)
         try:
             process = subprocess.Popen(
                 command,
                 env={**os.environ, "DPRIMS_TOKEN": str(grant.token)},
-                start_new_session=not in_foreground,
+                **({} if in_foreground else _joining(group)),
             )
         except OSError as error:
             _say(f"{command[0]}: {error.strerror}")
             return 127 if isinstance(error, FileNotFoundError) else 126
-        everything = process.pid if in_foreground else -process.pid
-        watch(everything)
+        everything = process.pid if in_foreground else -group
+        if in_foreground:
+            watch(everything)
         for number in early:
             process.send_signal(number)
         ended = threading.Event()
@@ -141,23 +145,33 @@ def _stop(number: int, _: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def _watchdog() -> Iterator[Callable[[int], object]]:
-    """A process that kills the target it is given when its stdin ends, which is when this process does."""
+def _watchdog() -> Iterator[tuple[int, Callable[[int], object]]]:
+    """A process that kills the target it is given when its stdin ends, which is when this process does.
+
+    Gives the process group that it has made, for the command to join, and what takes the target.
+    """
     reads, writes = os.pipe()
     watchdog = subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r target && { read -r _; kill -9 "$target"; }'],
+        ["/bin/sh", "-c", 'trap "" TERM INT HUP; read -r target && { read -r _; kill -9 "$target"; }'],
         stdin=reads,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        **_joining(0),
     )
     os.close(reads)
     try:
-        yield lambda target: os.write(writes, b"%d\n" % target)
+        yield watchdog.pid, lambda target: os.write(writes, b"%d\n" % target)
     finally:
         watchdog.kill()
         watchdog.wait()
         os.close(writes)
+
+
+def _joining(group: int) -> dict[str, Any]:
+    """What makes Popen put a process into *group*, or into one of its own for 0."""
+    if sys.version_info >= (3, 11):
+        return {"process_group": group}
+    return {"preexec_fn": partial(os.setpgid, 0, group)}
 
 
 def _in_foreground() -> bool:

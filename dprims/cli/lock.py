@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..backend import Owner, check_name, connect
+from ..backend import Backend, Owner, check_name, connect
 from ..lock import DistributedLock
 from ..record import owner_of
 from ._columns import columns
@@ -88,8 +88,7 @@ def ls(
 def show(url: Url, name: Name, namespace: Namespace = "dprims", as_json: AsJson = False) -> None:
     """Show who holds the lock NAME, and who waits for it, in order."""
     with connect(url) as backend:
-        looked_at = DistributedLock(name, backend, namespace=namespace)
-        owner, waiters = looked_at.owner(), looked_at.waiters()
+        owner, waiters = _look(backend, namespace, name)
     if as_json:
         data = {"name": name, "owner": owner and _data(owner), "waiters": [_data(one) for one in waiters]}
         typer.echo(json.dumps(data))
@@ -117,23 +116,25 @@ def break_(
     the resource. Exit status 1 when the lock is not held, or not under that token.
     """
     with connect(url) as backend:
-        broken = DistributedLock(name, backend, namespace=namespace)
-        owner = broken.owner()
-        full_name = f"{namespace}/{name}"
-        done = (
-            owner is not None
-            and owner.token is not None
-            and token in (None, owner.token)
-            and backend.evict(full_name, owner.token)
-        )
+        owner, _ = _look(backend, namespace, name)
+        held = None if owner is None else owner.token
+        done = held is not None and token in (None, held) and backend.evict(f"{namespace}/{name}", held)
     if as_json:
         typer.echo(json.dumps({"name": name, "broken": done, "owner": owner and _data(owner)}))
     elif done:
         typer.echo(f"{name} was taken from {owner}")
     else:
-        held = f"held with token {owner.token}, not {token}" if owner and token else "not held"
-        typer.echo(f"dprims lock break: {name} is {held}", err=True)
+        otherwise = f"held with token {held}, not {token}" if held and token else "not held"
+        typer.echo(f"dprims lock break: {name} is {otherwise}", err=True)
     raise typer.Exit(0 if done else 1)
+
+
+def _look(backend: Backend, namespace: str, name: str) -> tuple[Owner | None, list[Owner]]:
+    """The holder of a lock, if there is one, and its waiters, as they were at one moment."""
+    full_name = f"{check_name('namespace', namespace)}/{check_name('lock name', name)}"
+    places = [owner_of(place) for place in backend.queue(full_name)]
+    held = bool(places) and places[0].token is not None
+    return (places[0] if held else None), places[held:]
 
 
 def _data(owner: Owner) -> dict[str, Any]:
