@@ -15,21 +15,21 @@ from ..synchronizer.sinks import DictSink
 from ..synchronizer.sources import DictSource
 
 
-def toy_tensors(stage: int, layers: int, width: int) -> dict[str, torch.Tensor]:
+def toy_tensors(stage: int, layers: int, width: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The zeros that a stage of *layers* square layers with biases has."""
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(layers):
-        tensors[f"stage{stage}.{layer}.weight"] = torch.zeros(width, width)
-        tensors[f"stage{stage}.{layer}.bias"] = torch.zeros(width)
+        tensors[f"stage{stage}.{layer}.weight"] = torch.zeros(width, width, device=device)
+        tensors[f"stage{stage}.{layer}.bias"] = torch.zeros(width, device=device)
     return tensors
 
 
 class ToySource(DictSource):
     """The weights of one stage; :meth:`step` makes the next version of them."""
 
-    def __init__(self, stage: int, layers: int = 4, width: int = 128) -> None:
+    def __init__(self, stage: int, layers: int = 4, width: int = 128, device: str = "cpu") -> None:
         self.stage, self.steps = stage, 0
-        self.tensors = toy_tensors(stage, layers, width)
+        self.tensors = toy_tensors(stage, layers, width, device)
         super().__init__(self.tensors)
         self.step()
 
@@ -50,12 +50,19 @@ class ToySink(DictSink):
     """Room for the weights of all *stages*; counts what it is told to do."""
 
     def __init__(
-        self, shard: int, worker: int, stages: int, layers: int = 4, width: int = 128, in_place: bool = False
+        self,
+        shard: int,
+        worker: int,
+        stages: int,
+        layers: int = 4,
+        width: int = 128,
+        in_place: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.stages, self.told = stages, list[str]()
         every: dict[str, torch.Tensor] = {}
         for stage in range(stages):
-            every |= toy_tensors(stage, layers, width)
+            every |= toy_tensors(stage, layers, width, device)
         super().__init__(every, in_place=in_place)
 
     def pause(self) -> None:
@@ -89,5 +96,5 @@ def checksum(tensors: Mapping[str, torch.Tensor], stage: int) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         if name.startswith(f"stage{stage}."):
-            digest.update(bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            digest.update(bytes(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()))
     return digest.hexdigest()
