@@ -89,7 +89,12 @@ LAYERS = (
         may=(*BELOW, *SYNCHRONIZER, "engines.*", "testing.*"),
         packages=("torch", "pytest", "hypothesis"),
     ),
-    Layer(("cli", "cli.*", "demo"), may=("*",), packages=("torch", "typer", "rich", "safetensors")),
+    Layer(
+        ("cli", "cli.*", "demo"),
+        may=("*",),
+        packages=("torch", "typer", "rich", "safetensors"),
+        packages_lazily=("matplotlib",),
+    ),
 )
 
 # Names that one place alone may know: torch's private mesh calls, and the transports.

@@ -150,7 +150,7 @@ class _Worker(MemberShell):
                 if self.device.type == "cuda"
                 else bound + GLOO_SLACK_S,
                 guard=guard,
-                record={"epoch": str(call.epoch), "world": membership.world_size},
+                record={"epoch": str(call.epoch), "world": membership.world_size, "verify": call.verify},
                 plan=self._plans[stage],
                 members=[_member_name(membership, one) for one in membership.group_ranks(stage)],
                 refusal=refusal,
@@ -304,7 +304,7 @@ class WeightReceiver(_Worker):
 
     def _transfer(self, call: RefitCall, guard: Guard, stats: dict[int, TransferStats]) -> str:
         self._replan(call, guard)
-        self.sink.begin(call.version.number, [meta for plan in self._plans for meta in _metas(plan)])
+        self.sink.begin(call.version.number, [meta for plan in self._plans for meta in plan.metas])
         try:
             for stage in sorted(self._groups):
                 stats[stage] = receive(
@@ -341,16 +341,6 @@ class WeightReceiver(_Worker):
         hook = getattr(self.sink, name, None)
         if hook is not None:
             hook()
-
-
-def _metas(plan: Plan) -> list[Any]:
-    """All that a plan announces: what travels, and the aliases."""
-    by_name = {meta.name: meta for meta in plan.tensors}
-    aliases = [
-        type(by_name[name])(alias, by_name[name].shape, by_name[name].dtype, name)
-        for alias, name in plan.aliases
-    ]
-    return [*plan.tensors, *aliases]
 
 
 def _member_name(membership: RefitMembership, rank: int) -> str:
