@@ -15,7 +15,7 @@ from ..synchronizer.collective import CollectiveWeightSynchronizer
 from ._spmd_rank import LOOK_S, Address, address_key, enrolment, write_address
 from .letters import read_answer, read_info, write_call
 from .local import WorkerGroup
-from .mailbox import Post, failed, then
+from .mailbox import Post, done, failed, then
 
 log = logging.getLogger("dprims.engines.spmd")
 
@@ -30,11 +30,8 @@ class MailPolicy:
 
     def prepare_refit_info(self, site: RefitSite, known: Mapping[int, str]) -> list[Future[RankInfo]]:
         """Ask every trainer what it sends; one that is not in the roster is lost."""
-        roster = self._lead.seats.read()
-        return [
-            then(self._lead.mail(seat, roster[seat], "prepare", known.get(seat, "")), read_info)
-            for seat in range(self.world_size)
-        ]
+        self._lead.announce()
+        return self._lead.prepare(range(self.world_size), known)
 
     def _send(self, call: RefitCall) -> list[Future[RefitAnswer]]:
         return self._lead.send(call)
@@ -55,14 +52,8 @@ class MailGeneration:
         return sum(self.worker_group.sizes)
 
     def prepare_refit_info(self, site: RefitSite) -> list[Future[RankInfo]]:
-        """Who is in, from the roster: a rank joins by itself, and has nothing else to say."""
-        last = self._first + self.get_inference_world_size()
-        futures = []
-        for seat, incarnation in enumerate(self._lead.seats.read()[self._first : last], self._first):
-            future: Future[RankInfo] = Future()
-            future.set_result(RankInfo(seat, incarnation))
-            futures.append(future)
-        return futures
+        """Ask every rank that is in who it is; one that is not has incarnation 0."""
+        return self._lead.prepare(range(self._first, self._first + self.get_inference_world_size()), {})
 
     def _send(self, call: RefitCall) -> list[Future[RefitAnswer]]:
         return self._lead.send(call)
@@ -99,13 +90,22 @@ class Lead(CollectiveWeightSynchronizer):
             for seat, incarnation in call.incarnations.items()
         ]
 
-    def _prepare(self) -> None:
+    def prepare(self, seats: range, known: Mapping[int, str]) -> list[Future[RankInfo]]:
+        """Ask who each rank is. Each has joined by itself; of one that is not in there is nothing to ask."""
+        roster = self.seats.read()
+        return [
+            then(self.mail(seat, roster[seat], "prepare", known.get(seat, "")), read_info)
+            if roster[seat] or seat < self.policy.world_size
+            else done(RankInfo(seat, 0))
+            for seat in seats
+        ]
+
+    def announce(self) -> None:
+        """Say where we are, if this is a new term, and wait until those who are alive have their seats."""
         if self._grant is not None and self._grant.token != self._announced:
             self._announce(self._grant.token)
-        super()._prepare()
 
     def _announce(self, term: int) -> None:
-        """Say where we are, once the lock is ours, and wait until those who are alive have their seats."""
         if self.rendezvous is None:
             raise RefitError("the leader serves no store")
         host, port = self.rendezvous

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 from ..backend import Backend, connect
@@ -127,8 +127,14 @@ class Attendant:
         """Take the letters of the leader that stands in the backend until it, or we, are another."""
         address = self._look()
         if not self.worker.incarnation:
-            self.worker.prepare_refit_info(self.site).result(CLOSE_S + 2 * self.site.roster_ttl_s)
+            joined = self.worker.prepare_refit_info(self.site)
+            while not joined.done() and not self._stop.is_set():  # a worker that is closed answers nothing
+                wait([joined], LOOK_S)
+            if joined.done():
+                joined.result()
         incarnation = self.worker.incarnation
+        if not incarnation:
+            return False
         if address is None:
             self.backend.wait(address_key(self.site), SLICE_S)
             return True

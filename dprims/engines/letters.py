@@ -90,15 +90,8 @@ def read_answer(found: Document) -> RefitAnswer:
 
 def write_info(info: RankInfo) -> Document:
     """What a rank says of itself, as a JSON value."""
-    metas = info.metas
-    return {
-        "seat": info.seat,
-        "incarnation": info.incarnation,
-        "stage": info.stage,
-        "metas": None if metas is None else [_fields(meta) for meta in metas],
-        "digest": info.digest,
-        "device": info.device,
-    }
+    metas = None if info.metas is None else [_fields(meta) for meta in info.metas]
+    return {**_fields(info), "metas": metas}
 
 
 def read_info(found: Document) -> RankInfo:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ..backend import Backend
 from ..exceptions import BackendError, BackendMisconfigured, DprimsError, PeerLost, RefitError
@@ -26,6 +26,8 @@ PART_BYTES = 48 << 10
 """What one cell takes of a letter; a backend promises 64 KiB."""
 SLICE_S = 1.0
 """How long one wait for a letter lasts at most, before it is looked whether somebody is still there."""
+
+T = TypeVar("T")
 
 GOODBYE = "bye"
 """The last letter of a leader that leaves."""
@@ -254,19 +256,17 @@ class Letterbox:
             future = self._handlers[what](body)
         except Exception as error:  # noqa: BLE001 - it is the answer
             future = failed(error)
-        future.add_done_callback(lambda done: self._answer(number, done))
+        future.add_done_callback(lambda answered: self._answer(number, answered))
 
     def _part(self, body: Any) -> Future[Any]:
         self.dismissed = True
-        future: Future[Any] = Future()
-        future.set_result(None)
-        return future
+        return done(None)
 
-    def _answer(self, number: int, done: Future[Any]) -> None:
-        error = done.exception()
+    def _answer(self, number: int, answered: Future[Any]) -> None:
+        error = answered.exception()
         answer: Document = {"to": number}
         if error is None:
-            answer["result"] = done.result()
+            answer["result"] = answered.result()
         else:
             answer["error"] = write_error(error)
         self._outbox.put(json.dumps(answer, separators=(",", ":")).encode())
@@ -281,7 +281,17 @@ class Letterbox:
             except BackendError as error:
                 log.warning("%s: an answer waits until its store is back: %s", self.name, error)
                 return
+            except RefitError as error:
+                log.info("%s: the leader waits for no answer any more: %s", self.name, error)
+                return
             self._unsent, self._answers_at = b"", answers.at
+
+
+def done(result: T) -> Future[T]:
+    """A future that has this result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def failed(error: BaseException) -> Future[Any]:
@@ -295,9 +305,9 @@ def then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
     """A future that has what *change* makes of the result; errors pass, those of *change* too."""
     changed: Future[Any] = Future()
 
-    def pass_on(done: Future[Any]) -> None:
+    def pass_on(first: Future[Any]) -> None:
         try:
-            changed.set_result(change(done.result()))
+            changed.set_result(change(first.result()))
         except Exception as error:  # noqa: BLE001 - it is the outcome
             changed.set_exception(error)
 

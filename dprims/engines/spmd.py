@@ -44,7 +44,7 @@ from ..synchronizer.workers import WeightReceiver, WeightSender
 from ._spmd_lead import Lead
 from ._spmd_rank import LOOK_S, Address, Attendant, address_key, enrolment, read_address
 from .letters import Document, read_error, read_report, write_error, write_report
-from .mailbox import SLICE_S, check_url
+from .mailbox import SLICE_S, check_url, done
 
 if TYPE_CHECKING:
     import torch
@@ -194,12 +194,10 @@ class _Meeting:
 
     def end(self, body: Any) -> Future[Any]:
         """The leader says what came of a call."""
-        future: Future[Any] = Future()
         with self._changed:
             self._outcome = (int(body[0]), body[1])
             self._changed.notify_all()
-        future.set_result(None)
-        return future
+        return done(None)
 
     def take_part(self, number: int, what: str, patience_s: float, alive: Callable[[bool], bool]) -> Any:
         """Say that this rank is here, and return what came of the call, or raise it."""
@@ -426,9 +424,9 @@ class SpmdRefit:
             seat: lead.mail(seat, incarnation, "meet", [number, what])
             for seat, incarnation in self._others(lead).items()
         }
-        done, late = wait(asked.values(), self._meet_timeout_s, return_when=FIRST_EXCEPTION)
+        ended, late = wait(asked.values(), self._meet_timeout_s, return_when=FIRST_EXCEPTION)
         for seat, future in asked.items():
-            if future in done and (error := future.exception()) is not None:
+            if future in ended and (error := future.exception()) is not None:
                 raise type(error)(f"trainer rank {seat}: {error}") from error
         if late:
             ranks = [seat for seat, future in asked.items() if future in late]
@@ -447,8 +445,8 @@ class SpmdRefit:
         except (RefitError, BackendError) as error:
             log.warning("the other trainers cannot be told of call %d: %s", number, error)
             return
-        done, _ = wait(told.values(), FAREWELL_S)
-        left = [seat for seat, one in told.items() if one not in done or one.exception() is not None]
+        ended, _ = wait(told.values(), FAREWELL_S)
+        left = [seat for seat, one in told.items() if one not in ended or one.exception() is not None]
         if left:
             log.warning("trainer ranks %s did not take in the outcome of call %d", left, number)
 
