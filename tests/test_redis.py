@@ -363,7 +363,7 @@ def test_close_ends_what_waits(redis_server: RedisServer) -> None:
     with dprims.connect(redis_server.url) as other, dprims.DistributedLock("w", other):
         for thread in threads:
             thread.start()
-        until(lambda: waiting(other, "dprims/w") == 1)
+        until(lambda: len(backend._wire._listening) == 2)
         backend.close()
         for thread in threads:
             thread.join(LIMIT)
