@@ -36,10 +36,10 @@ DEEP = {
     "the trainers step": (Config(shards=(1, 1), steps=1), None),
     "answers on their way": (Config(shards=(1, 1), eager=False), None),
     "a trainer that fails": (Config(shards=(1, 1), trainers=1), None),
-    "two shards of two": (Config(shards=(2, 2), split=False, watch=False), 3_000_000),
-    "two shards, two faults": (Config(shards=(1, 1), faults=2, split=False, watch=False), 3_000_000),
-    "two ranks, two faults": (Config(shards=(2,), faults=2, split=False, watch=False), 3_000_000),
-    "three faults": (Config(shards=(1,), faults=3, split=False, watch=False), 3_000_000),
+    "two shards of two": (Config(shards=(2, 2), split=False, watch=False), 1_000_000),
+    "two shards, two faults": (Config(shards=(1, 1), faults=2, split=False, watch=False), 1_000_000),
+    "two ranks, two faults": (Config(shards=(2,), faults=2, split=False, watch=False), 1_000_000),
+    "three faults": (Config(shards=(1,), faults=3, split=False, watch=False), 1_000_000),
 }
 
 
