@@ -46,6 +46,7 @@ _NOT_OURS = (
     "timeout",
     "health_check_interval",
     "decode_responses",
+    "encoding",
     "protocol",
     "parser_class",
     "socket_timeout",
@@ -174,7 +175,8 @@ class Wire:
                 again = self._send(connection, [_eval(commands[i]) for i in unknown], deadline)
                 for i, reply in zip(unknown, again, strict=True):
                     replies[i] = reply
-            clean = not self._closed
+            # a server that refuses may not be the one to ask: the next connection looks for it anew
+            clean = not self._closed and not any(isinstance(reply, Exception) for reply in replies)
         except (self._errors.RedisError, OSError) as error:
             raise self._told(error) from None
         finally:

@@ -68,6 +68,7 @@ CLIENTS: dict[str, Callable[[RedisServer], object]] = {
         connection_pool=redis.ConnectionPool.from_url(server.url, max_connections=1)
     ),
     "no timeout": lambda server: redis.Redis(port=server.port, socket_timeout=None),
+    "another encoding": lambda server: redis.Redis(port=server.port, encoding="latin-1"),
     "RESP3": lambda server: redis.Redis(port=server.port, protocol=3),
     "socket file": lambda server: redis.Redis.from_url(server.unix_url),
     "valkey": _valkey,
@@ -80,8 +81,9 @@ def test_a_client_that_was_passed_in_is_used_as_it_connects_and_left_alone(
 ) -> None:
     client = CLIENTS[kind](redis_server)
     backend = RedisBackend(client=client)
-    lock = dprims.DistributedLock("passed in", backend)
+    lock = dprims.DistributedLock("passed in ключ", backend)
     with lock as grant:
+        assert admin.get("{dprims}:lock:dprims/passed in ключ")
         assert lock.owner().token == grant.token
         assert backend.compare_and_set("cell", None, b"\xff\x00") == b"\xff\x00"
         assert backend.get("cell") == b"\xff\x00"
