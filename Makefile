@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 PYTEST := $(BIN)/python -m pytest
 READY := .venv/ready
 
-.PHONY: help demo test check lint types imports format chaos test-gpu test-etcd-matrix bench docs constraints clean
+.PHONY: help demo test check lint types imports format chaos test-gpu test-netns test-etcd-matrix bench docs constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
@@ -39,6 +39,9 @@ chaos: $(READY) # long runs under random kills, freezes and partitions
 
 test-gpu: $(READY) # the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
+
+test-netns: $(READY) # partitions between network namespaces; as root, with iproute2
+	$(PYTEST) -m netns $(ARGS)
 
 test-etcd-matrix: $(READY) # etcd3 and etcd3-fc under every protobuf, each in folders of its own
 	$(BIN)/python tests/venvs/etcd_matrix.py
