@@ -8,6 +8,8 @@ and 1 ranks) goes through all of them, so that what one cell leaves behind is fo
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import signal
 import threading
 import time
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from dprims.backend import resolve
 from dprims.engines.local import LocalGeneration, LocalPolicy
 from dprims.engines.process import WorkerProcess
 from dprims.exceptions import (
@@ -50,6 +53,8 @@ BOUND_S = 20.0
 STAGES, SIZES = 2, (1, 2, 1)
 SHARDS = tuple(range(len(SIZES)))
 SEATS = {0: (2,), 1: (3, 4), 2: (5,)}
+KEPT = 8
+"""Threads and descriptors that a process keeps for its next fleet: the graveyard's, the fork server's."""
 WITNESS = 5
 """The rank that says when the moment has come to strike those that no fault can be armed in."""
 LAST = len(Plan.build(ToySource(0).metadata(), bucket_bytes=BUCKET).buckets) - 1
@@ -135,7 +140,6 @@ class Fleet:
     """The ranks, the controller in this process, and a lock server of their own."""
 
     def __init__(self) -> None:
-        self.threads = len(dprims_threads())
         self.server = RedisServer(persist=True)
         self.server.start()
         self.policy = LocalPolicy(ToySource, stages=STAGES)
@@ -194,6 +198,7 @@ class Fleet:
         self.generation.close()
         self.policy.close()
         self.sync.shutdown()
+        resolve(self.server.url).close()
         self.server.close()
 
 
@@ -205,10 +210,13 @@ def dprims_threads() -> list[str]:
 def fleets(outliving: list[Any]) -> Iterator[list[Fleet]]:
     """The fleet that is in use, if there is one."""
     fleets: list[Fleet] = []
+    threads, descriptors = dprims_threads(), len(os.listdir("/proc/self/fd"))
     yield fleets
-    for fleet in fleets:
-        outliving.remove(fleet)
-        fleet.close()
+    while fleets:
+        outliving.remove(fleets[0])
+        fleets.pop().close()
+    until(lambda: len(dprims_threads()) <= len(threads) + KEPT)
+    until(lambda: gc.collect() >= 0 and len(os.listdir("/proc/self/fd")) <= descriptors + KEPT)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import os
 import signal
 import struct
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from ..engines.process import WorkerProcess
 from ..exceptions import PeerLost
+from ..synchronizer.group import _gloo
 from ..synchronizer.rendezvous import join_store, leader_store
 
 __all__ = ["outage_with_a_deadline", "read_stamp"]
@@ -36,13 +36,9 @@ class PlainRank:
 
     def build(self, where: tuple[str, int], prefix: str, rank: int, size: int, timeout_s: float) -> None:
         """Make a group, and keep it."""
-        from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        store = PrefixStore(prefix, join_store(*where))
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [ProcessGroupGloo.create_default_device()]
-        self.group = ProcessGroupGloo(store, rank, size, options)
+        self.group = _gloo(PrefixStore(prefix, join_store(*where)), rank, size, timeout_s, None)
         self._old.append(self.group)
 
     def transfer(self, die_at: int | None = None, stamp: str | None = None) -> None:
@@ -55,7 +51,7 @@ class PlainRank:
                 os.kill(os.getpid(), signal.SIGKILL)
             options = BroadcastOptions()
             options.rootRank = 0
-            self.group.broadcast([buffer], options).wait()  # type: ignore[attr-defined]
+            self.group.broadcast([buffer], options).wait()
 
 
 def read_stamp(path: Path) -> float:

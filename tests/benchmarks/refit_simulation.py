@@ -193,7 +193,7 @@ class Day:
 
 
 def simulate(shards: int, hours: float, sync_every_s: float, seed: int) -> dict[str, float]:
-    began = time.perf_counter()
+    began = time.process_time()
     day = Day(shards, seed)
     end = hours * HOUR
     while day.now < end:
@@ -215,14 +215,14 @@ def simulate(shards: int, hours: float, sync_every_s: float, seed: int) -> dict[
         "retired": day.counts["retired"],
         "share of time in refits": round(day.refitting / day.now, 5),
         "share of shard time not serving": round(day.downtime / (day.now * shards), 5),
-        "seconds that this took": round(time.perf_counter() - began, 1),
+        "CPU seconds that this took": round(time.process_time() - began, 1),
     }
 
 
 def test_a_day_of_a_thousand_shards() -> None:
     found = simulate(1024, 24.0, 300.0, 1)
     show(found)
-    assert found["seconds that this took"] < 60
+    assert found["CPU seconds that this took"] < 60
     assert found["versions"] >= 280
     assert found["share of shard time not serving"] < 0.01
 
