@@ -20,6 +20,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 
 import torch
 
@@ -69,6 +70,8 @@ def trainer(url: str) -> None:
         step, members = 0, ()
         while step < STEPS or len(members) < SHARDS:
             step += 1
+            if step > STEPS:
+                time.sleep(0.5)  # what a step of a real model takes, while torchrun starts the shard anew
             noise = torch.Generator().manual_seed(100 * step + rank)
             for weight in weights.values():
                 weight += torch.randn(weight.shape, generator=noise)
@@ -105,7 +108,7 @@ def generation(url: str, first_shard: int, doomed: bool) -> None:
         ) as receiver,
     ):
         version, versions = 0, 0
-        while backend.wait(END, 0.02) is None:
+        while backend.wait(END, 0.1) is None:
             if receiver.may_serve and receiver.version != version:  # asked for every request
                 version, versions = receiver.version, versions + 1
                 if versions <= STEPS:

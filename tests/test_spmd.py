@@ -45,7 +45,7 @@ from dprims.testing.weights import ToySink, ToySource
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun_refit.py"
 LIMIT_S = 60.0
 STAGES = 2
-TTL_S = 1.5
+TTL_S = 2.0  # the least that etcd keeps
 
 
 # -- letters --------------------------------------------------------------------------------------
@@ -287,8 +287,21 @@ def running(sizes: tuple[int, ...] = (1, 2), width: int = 32, url: str = "") -> 
         fleet.close()
 
 
-def test_trainers_get_the_same_report_and_every_rank_the_same_bytes() -> None:
-    with running() as fleet:
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A URL of each kind of backend."""
+    if request.param == "tcpstore":
+        with connect("tcpstore://127.0.0.1:0?serve=1") as backend:
+            yield backend.url
+    elif request.param == "memory":
+        yield f"memory://{uuid.uuid4().hex}"
+    else:
+        yield request.getfixturevalue(f"{request.param}_server").url
+
+
+@pytest.mark.parametrize("address", ["memory", "tcpstore", "redis", "etcd"], indirect=True)
+def test_trainers_get_the_same_report_and_every_rank_the_same_bytes(address: str) -> None:
+    with running(url=address) as fleet:
         assert all(trainer.is_stale for trainer in fleet.trainers)
         for number in (1, 2, 3):
             new = fleet.train()
@@ -375,6 +388,52 @@ def test_a_second_job_of_trainers_goes_on_where_the_first_ended() -> None:
         assert {tuple(fleet.held(who)) for who in fleet.receivers} == {tuple(new)}
 
 
+def test_a_trainer_that_is_gone_is_named_by_the_others() -> None:
+    with running((1, 1)) as fleet:
+        fleet.together(lambda trainer: trainer.sync_weights())
+        fleet.trainers[1].shutdown()
+        with pytest.raises(PeerLost, match="trainer rank 1"):
+            fleet.trainers[0].sync_weights()
+        assert fleet.held((0, 0)) == fleet.held((1, 0))
+        assert fleet.receivers[0, 0].may_serve
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["while it is waited for", "before the call"])
+def test_a_leader_that_is_gone_is_named_by_the_others(waits: bool) -> None:
+    with running((1, 1)) as fleet:
+        fleet.together(lambda trainer: trainer.sync_weights())
+        if waits:
+            meeting = fleet.trainers[1]._meeting
+            call = fleet.pool.submit(fleet.trainers[1].sync_weights)
+            until(lambda: meeting._here is not None)
+        fleet.trainers[0].shutdown()
+        if not waits:
+            call = fleet.pool.submit(fleet.trainers[1].sync_weights)
+        with pytest.raises(PeerLost, match="rank 0 of the trainers"):
+            call.result(LIMIT_S)
+        assert fleet.receivers[0, 0].may_serve
+
+
+def test_ranks_of_another_fleets_shape_leave_by_themselves() -> None:
+    with running((1, 1)) as fleet:
+        fleet.stop()
+        with SpmdRefit(
+            ToySource(0, width=fleet.width),
+            backend=fleet.url,
+            fleet=fleet.name,
+            rank=0,
+            world_size=1,
+            stage=0,
+            host="127.0.0.1",
+            roster_ttl_s=TTL_S,
+            gather_s=5.0,
+        ) as alone:
+            starting = fleet.pool.submit(alone.init_communicator, LIMIT_S)
+            until(lambda: all(receiver._attendant.closed for receiver in fleet.receivers.values()))
+            assert not any(receiver.may_serve for receiver in fleet.receivers.values())
+            assert starting.exception(LIMIT_S) is not None
+
+
 def test_two_hundred_refits_leave_nothing_in_the_leaders_store() -> None:
     with running((1, 1), width=4) as fleet:
         store = fleet.trainers[0].synchronizer._store
@@ -419,6 +478,76 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.01)
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+TRAINER = """
+import sys
+from dprims.engines.spmd import SpmdRefit
+from dprims.testing.faults import Fault, FaultInjector
+from dprims.testing.weights import ToySource
+
+url, fleet, phase = sys.argv[1:]
+source = ToySource(0)
+with SpmdRefit(
+    source, backend=url, fleet=fleet, rank=0, world_size=1, stage=0, host="127.0.0.1", roster_ttl_s=2.0,
+    bucket_bytes=64 << 10, gather_s=30.0,
+) as refit:
+    refit.init_communicator(30.0)
+    print(refit.sync_weights().version, source.checksum(), flush=True)
+    source.step()
+    if phase:
+        refit.sender.faults = FaultInjector([Fault(action="kill", phase=phase)])
+    print(refit.sync_weights().version, source.checksum(), flush=True)
+"""
+
+
+def train(url: str, fleet: str, phase: str = "") -> tuple[int, list[tuple[int, str]]]:
+    """Run a trainers' job of one rank; its exit code, and version and checksum of each refit."""
+    run = subprocess.run(
+        [sys.executable, "-c", TRAINER + "\nimport os; os._exit(0)", url, fleet, phase],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    lines = [line.split() for line in run.stdout.splitlines()]
+    return run.returncode, [(int(version), digest) for version, digest in lines]
+
+
+@pytest.mark.parametrize("phase", ["bucket", "decision"])
+def test_a_killed_leader_leaves_every_shard_whole_and_the_next_one_goes_on(
+    redis_server: Any, phase: str
+) -> None:
+    url, fleet = redis_server.url, f"spmd-{uuid.uuid4().hex[:8]}"
+    options: Any = {
+        "backend": url,
+        "fleet": fleet,
+        "shard_sizes": (1, 1),
+        "roster_ttl_s": TTL_S,
+        "timeout": 100,
+    }
+    sinks = [ToySink(shard, 0, 1) for shard in range(2)]
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        first = pool.submit(train, url, fleet, phase)
+        joining = [
+            pool.submit(SpmdReceiver, sink, shard=shard, **options) for shard, sink in enumerate(sinks)
+        ]
+        receivers = [stack.enter_context(one.result(LIMIT_S)) for one in joining]
+        code, done_before = first.result()
+        assert code == -signal.SIGKILL
+        assert [version for version, _ in done_before] == [1]
+        assert [sink.checksums() for sink in sinks] == [[done_before[0][1]]] * 2
+        assert all(receiver.may_serve for receiver in receivers), "they serve on, without a leader"
+
+        code, done_after = train(url, fleet)
+        assert code == 0
+        assert [version for version, _ in done_after] == sorted({version for version, _ in done_after})
+        assert done_after[0][0] > 1
+        assert [sink.checksums() for sink in sinks] == [[done_after[-1][1]]] * 2
+        assert [receiver.version for receiver in receivers] == [done_after[-1][0]] * 2
 
 
 # -- torchrun -------------------------------------------------------------------------------------

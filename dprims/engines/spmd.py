@@ -397,7 +397,7 @@ class SpmdRefit:
     ) -> T:
         number, self._calls = self._calls, self._calls + 1
         if self._lead is None:
-            self._outcome = self._meeting.take_part(number, what, self._meet_timeout_s, self._alive())
+            self._outcome = self._meeting.take_part(number, what, self._meet_timeout_s, self._alive(number))
             return read(self._outcome["result"])
         lead = self._lead
         said: Document = {"result": None, "error": None}
@@ -450,18 +450,16 @@ class SpmdRefit:
         if left:
             log.warning("trainer ranks %s did not take in the outcome of call %d", left, number)
 
-    def _alive(self) -> Callable[[bool], bool]:
-        """Whether the leader that has called us is still to be reached, as of each time it is asked."""
-        seen = time.monotonic()
-        term = self._attendant.leader
+    def _alive(self, number: int) -> Callable[[bool], bool]:
+        """Whether the leader is still to be reached, as of each time it is asked; before the first, it is."""
+        seen, attached = time.monotonic(), self._attendant.leader
+        term = attached if attached is not None or number == 0 else 0
 
         def alive(met: bool) -> bool:
             nonlocal seen, term
             now, reached = time.monotonic(), self._attendant.leader
-            if not met:
-                term = reached
-            if reached is not None and reached == term:
-                seen = now
-            return not met or now - seen < self._grace_s
+            if term is None or (reached is not None and (reached == term or not met)):
+                seen, term = now, reached
+            return now - seen < self._grace_s
 
         return alive
