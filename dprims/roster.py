@@ -48,7 +48,7 @@ class Roster:
             raise BackendMisconfigured(f"roster name is {name!r}; expected no slash")
         self.backend = resolve(backend)
         self.namespace = namespace
-        self.ttl = ttl
+        self.ttl = max(ttl, self.backend.guarantees.min_ttl)
         self._entries: dict[str, Grant] = {}
 
     def join(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -377,3 +379,35 @@ def test_nothing_works_before_init_communicator() -> None:
         sync.sync_weights()
     assert sync.membership is None
     sync.shutdown()
+
+
+LEAVING = """
+from dprims.synchronizer import CollectiveWeightSynchronizer
+from dprims.testing.threads import ThreadGeneration, ThreadPolicy
+from dprims.testing.weights import ToySink, ToySource
+policy = ThreadPolicy(ToySource)
+generation = ThreadGeneration(ToySink, 1, shard_sizes=(1, 1))
+sync = CollectiveWeightSynchronizer(policy, generation)
+sync.init_communicator()
+sync.sync_weights()
+generation.close(), policy.close(), sync.shutdown()
+"""
+
+
+def test_a_process_that_ends_right_after_a_refit_ends_well() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_entry_is_waited_for_as_long_as_the_backend_keeps_it(etcd_server: Any) -> None:
+    policy, generation = ThreadPolicy(ToySource), ThreadGeneration(ToySink, 1)
+    sync = synchronizer(policy, generation, etcd_server.url, roster_ttl_s=0.5)
+    try:
+        sync.init_communicator(timeout=LIMIT_S)
+        assert sync.site.roster_ttl_s == sync.backend.guarantees.min_ttl == 2.0
+    finally:
+        generation.close()
+        policy.close()
+        sync.shutdown()

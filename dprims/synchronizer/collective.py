@@ -241,7 +241,9 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             raise BackendMisconfigured(
                 f"{self._opened!r} has no URL that ranks could connect to; pass backend=URL"
             )
-        self.site = RefitSite(self._opened.url, self.site.namespace, self.site.fleet, self.site.roster_ttl_s)
+        # what is waited for after an eviction has to be what an entry really lasts
+        ttl = max(self.site.roster_ttl_s, self._opened.guarantees.min_ttl)
+        self.site = RefitSite(self._opened.url, self.site.namespace, self.site.fleet, ttl)
 
     def _roster(self) -> Roster:
         return Roster(
