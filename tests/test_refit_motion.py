@@ -28,6 +28,7 @@ from dprims.exceptions import (
     TornWeights,
 )
 from dprims.synchronizer import CollectiveWeightSynchronizer
+from dprims.synchronizer.graveyard import buried
 from dprims.synchronizer.sinks import DictSink
 from dprims.testing.faults import Fault, FaultInjector
 from dprims.testing.servers import RedisServer
@@ -241,6 +242,7 @@ def rebuild_often(times: int, server: RedisServer) -> None:
             assert sync.reconcile_communicator([], force=True)
             if number % 10 == 0:
                 sync.sync_weights()
+                until(lambda: not buried())  # one thread ends the groups of all these ranks, 20 ms each
         slack = {
             "threads": 4,
             "descriptors": 40,
@@ -288,7 +290,7 @@ def sync_at_random(times: int, seed: int, server: RedisServer) -> None:
 
     try:
         sync.init_communicator(timeout=LIMIT_S)
-        version = 0
+        version, leads = 0, True
         for _ in range(times):
             for stage in range(2):
                 call(policy, stage, "step")
@@ -304,11 +306,12 @@ def sync_at_random(times: int, seed: int, server: RedisServer) -> None:
             fault = Fault(action=action, phase=phase, bucket=bucket, seconds=0.3)
             rank.call_now("arm", fault).result(LIMIT_S)
             try:
+                if not leads:
+                    sync.init_communicator(timeout=LIMIT_S)
+                    leads = True
                 report = sync.refit()
-            except StaleLeader:
-                sync.init_communicator(timeout=LIMIT_S)
-                continue
-            except DprimsError:
+            except DprimsError as error:
+                leads = leads and not isinstance(error, StaleLeader)
                 continue
             finally:
                 for shard in generation.dead_shards:
@@ -323,6 +326,8 @@ def sync_at_random(times: int, seed: int, server: RedisServer) -> None:
         for side in (policy, generation):
             for process in side._ranks if isinstance(side._ranks, list) else side._ranks.values():
                 process.call_now("arm").result(LIMIT_S)
+        if not leads:
+            sync.init_communicator(timeout=LIMIT_S)
         until(lambda: sync.refit().members == (0, 1, 2))
         assert {tuple(call(generation, shard, "checksums")) for shard in range(3)} == {tuple(known[-1])}
     finally:
