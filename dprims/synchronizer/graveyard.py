@@ -77,7 +77,7 @@ def _reap() -> None:
 
 @atexit.register
 def _close() -> None:
-    """At exit: let no destructor be cut in its middle, and start none that would wait for a stuck operation."""
+    """At exit: cut no destructor in its middle, and start none that would wait for a stuck operation."""
     global _closing
     deadline = time.monotonic() + EXIT_S
     with _changed:  # those that are due are quick: nothing of theirs is stuck

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..exceptions import RefitAborted, RefitError, TornWeights
 from .calls import RankInfo, RefitCall
