@@ -22,6 +22,8 @@ from .exceptions import (
     BackendError,
     BackendMisconfigured,
     BackendUnavailable,
+    DprimsError,
+    LockError,
     LockLost,
     LockTimeout,
     NotHeld,
@@ -61,6 +63,7 @@ class Grant:
         self._lock = threading.Lock()
         self._released = False
         self._ambiguous = False
+        self._was_lost = False
 
     @property
     def lost(self) -> bool:
@@ -68,7 +71,9 @@ class Grant:
 
         False does not promise that nobody else holds it at the resource: only the token does.
         """
-        return not self._released and self._session.lost(self._ticket)
+        if not self._released:
+            self._was_lost = self._session.lost(self._ticket)
+        return self._was_lost
 
     def check(self) -> None:
         """Raise :class:`LockLost` or :class:`NotHeld` unless this grant is still good. No round trip."""
@@ -107,6 +112,7 @@ class Grant:
                 self._ambiguous = True
                 raise
             self._released = True
+            self._was_lost = not self._ambiguous and not (freed and was_ours)
             if not freed and not self._ambiguous:
                 raise LockLost(
                     f"lock {self.name!r} (token {self.token}) was lost before its release: {self._why()}"
@@ -285,7 +291,14 @@ class DistributedLock:
         """A cancelled ``async with`` keeps neither a place in the queue nor the lock."""
         if acquired.cancelled() or acquired.exception() is not None or acquired.result() is None:
             return
-        _in_thread(lambda: self._leave(who, None))
+
+        def give_back() -> None:
+            try:
+                self._leave(who, None)
+            except DprimsError as error:  # the task that would care was cancelled
+                log.warning("lock %r, granted to a cancelled task: %s", self.name, error)
+
+        _in_thread(give_back)
 
     # -- look -------------------------------------------------------------------------------------
 
@@ -324,7 +337,12 @@ class FencedResource:
         self._lock = threading.Lock()
 
     def check(self, token: int) -> None:
-        """Remember *token*, or raise :class:`LockLost` when a higher one has been seen."""
+        """Remember *token*, or raise :class:`LockLost` when a higher one has been seen.
+
+        LockError for what is no token: it could not be compared.
+        """
+        if type(token) is not int:
+            raise LockError(f"{self.name}: token is {token!r}; expected the int of a grant")
         with self._lock:
             if token < self.highest:
                 raise LockLost(f"{self.name}: token {token} is stale, {self.highest} has been seen")

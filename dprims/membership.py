@@ -93,7 +93,7 @@ class RefitMembership:
         if not self.shard_sizes or min(self.shard_sizes) < 1:
             raise MembershipError(f"shard_sizes must be one or more sizes >= 1, got {self.shard_sizes}")
         heads = self.stage_heads
-        if not heads or len(set(heads)) != len(heads) or not set(heads) <= set(self.train_ranks):
+        if not heads or len(set(heads)) != len(heads) or not all(head in self.train_ranks for head in heads):
             raise MembershipError(
                 f"stage_heads must be distinct trainer ranks of 0..{self.train_world_size - 1}, got {heads}"
             )
@@ -365,7 +365,7 @@ class RefitMembership:
                 departures=tuple((int(shard), str(reason)) for shard, reason in document["absent"]),
                 epoch=Epoch(*map(int, document["epoch"])),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise MembershipError(f"not a membership: {data[:80]!r} ({error})") from error
 
 

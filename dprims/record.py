@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -29,7 +30,7 @@ def make_record(label: str = "", payload: object = None) -> bytes:
     if payload is not None:
         fields["payload"] = payload
     try:
-        record = json.dumps(fields, separators=(",", ":")).encode()
+        record = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise BackendMisconfigured(f"payload {payload!r} is not a JSON value: {error}") from None
     if len(record) > MAX_RECORD:
@@ -42,15 +43,25 @@ def make_record(label: str = "", payload: object = None) -> bytes:
 def owner_of(place: Place) -> Owner:
     """The owner in a queue's *place*. A record that another program wrote reads as an unknown owner."""
     fields = _fields(place)
+    rank = fields.get("rank")
     return Owner(
-        host=str(fields.get("host", "unknown")),
-        pid=int(fields.get("pid", 0)),
-        thread=str(fields.get("thread", "")),
-        rank=fields.get("rank"),
-        since=float(fields.get("since", 0.0)),
+        host=_text(fields.get("host"), "unknown"),
+        pid=int(_number(fields.get("pid"))),
+        thread=_text(fields.get("thread")),
+        rank=rank if type(rank) is int else None,
+        since=_number(fields.get("since")),
         token=place.token,
-        label=str(fields.get("label", "")),
+        label=_text(fields.get("label")),
     )
+
+
+def _text(value: object, default: str = "") -> str:
+    return value if isinstance(value, str) else default
+
+
+def _number(value: object) -> float:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if usable else 0.0  # type: ignore[return-value]
 
 
 def payload_of(place: Place) -> object:
@@ -61,7 +72,7 @@ def payload_of(place: Place) -> object:
 def _fields(place: Place) -> dict[str, Any]:
     try:
         fields = json.loads(place.record)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

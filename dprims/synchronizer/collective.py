@@ -8,20 +8,22 @@ events. Everything that takes time puts an event into one inbox, and one loop ta
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from ..backend import Backend, connect, resolve
+from ..backend import Backend, check_name, connect, resolve
 from ..exceptions import (
     BackendMisconfigured,
     DprimsError,
     LockTimeout,
     MembershipError,
     PeerLost,
+    RefitAborted,
     RefitError,
     RefitTimeout,
     StaleLeader,
@@ -52,6 +54,7 @@ from .report import RefitReport
 from .run import Run
 from .seats import LOOKS, Seats
 from .settle import _settle_before_propagating, as_future
+from .shell import why
 from .stages import Stages
 
 if TYPE_CHECKING:
@@ -60,6 +63,10 @@ if TYPE_CHECKING:
     from .transfer import TransferStats
 
 log = logging.getLogger("dprims.synchronizer.collective")
+
+
+MAX_SECONDS = 1e7
+"""The longest timeout: more is no bound."""
 
 
 class CollectiveWeightSynchronizer(WeightSynchronizer):
@@ -99,9 +106,18 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         namespace: str = "dprims",
         fleet: str = "refit",
     ) -> None:
-        for name, seconds in (("refit_timeout_s", refit_timeout_s), ("stall_timeout_s", stall_timeout_s)):
-            if seconds is not None and not seconds > 0:
-                raise RefitError(f"{name} is {seconds!r}; expected seconds > 0")
+        if refit_timeout_s is not None:
+            _check_seconds("refit_timeout_s", refit_timeout_s)
+        _check_seconds("stall_timeout_s", stall_timeout_s)
+        _check_seconds("roster_ttl_s", roster_ttl_s)
+        if type(min_shards) is not int or min_shards < 1:
+            raise RefitError(f"min_shards is {min_shards!r}; expected an int of at least 1")
+        if bucket_bytes is not None and (
+            type(bucket_bytes) is not int or bucket_bytes < 256 or bucket_bytes % 256
+        ):
+            raise RefitError(f"bucket_bytes is {bucket_bytes!r}; expected a multiple of 256 above 0, or None")
+        if "/" in check_name("fleet", fleet):
+            raise RefitError(f"fleet is {fleet!r}; expected no slash")
         self.policy = policy
         self.generation = generation
         self.train_cluster = train_cluster
@@ -176,6 +192,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         that is in. LockTimeout, PeerLost, HandshakeMismatch, RefitTimeout or BackendError on failure.
         """
         with self._alone("init_communicator"):
+            if self._grant is not None and not self._grant.lost:
+                raise RefitError("init_communicator was called before; call shutdown first")
             self._open_backend()
             grant = DistributedLock(
                 f"{self.site.fleet}/leader",
@@ -292,7 +310,11 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             if error is None:
                 infos.append(future.result())
             elif seat < trainers:
-                raise error
+                raise (
+                    error
+                    if isinstance(error, DprimsError)
+                    else RefitAborted(f"{self.name_of(seat)}: prepare_refit_info: {why(error)}")
+                ) from error
             else:
                 log.warning("seat %d takes no part: %s", seat, error)
                 if isinstance(error, PeerLost):
@@ -301,7 +323,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         return infos
 
     def _late(self, asked: Mapping[int, Future[RankInfo]]) -> set[int]:
-        """Who has not answered in time. A rank that has left the roster is not waited for."""
+        """Who has not answered in time. A generation rank that has left the roster is not waited for."""
         deadline = time.monotonic() + 2 * self.site.roster_ttl_s + self.stall_timeout_s
         late = set(asked)
         while late and time.monotonic() < deadline:
@@ -315,6 +337,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 
     def _was_in(self, seat: int) -> bool:
         """Whether the process at *seat* has joined before; one that was started anew has not."""
+        if seat < self._train_world_size():
+            return False  # nothing goes without it, so it is waited for as one that was started anew
         group, leader = getattr(self.generation, "worker_group", None), self._leader
         shard = None if leader is None else leader.fleet.shard_of(seat)
         if group is None or leader is None or shard is None:
@@ -340,8 +364,10 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         TransferCorrupt, HandshakeMismatch, RefitAborted (its cause is what a source or sink raised),
         BelowQuorum, StaleLeader, BackendError. Then the fleet serves what it served before.
         """
-        if only is not None and len(only) != 1:
-            raise RefitError(f"only is {list(only)}; expected one shard")
+        if only is not None and (not isinstance(only, Sequence) or list(map(type, only)) != [int]):
+            raise RefitError(f"only is {only!r}; expected one shard, such as [1]")
+        if not all(type(name) is str and _is_number(scale) for name, scale in (kv_scales or {}).items()):
+            raise RefitError(f"kv_scales is {kv_scales!r}; expected finite numbers by name")
         span = getattr(timer, "time", None)
         timed: AbstractContextManager[Any] = (
             nullcontext() if span is None else span("prepare_for_generation/transfer_and_update_weights")
@@ -360,6 +386,9 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         membership = run.membership
         if membership is None:
             raise RefitError("a sync succeeded without a membership")
+        left_behind = run.left_behind()
+        for shard, reason in left_behind.items():
+            log.warning("shard %d was left behind at version %d: %s", shard, leader.version.number, reason)
         heads = [run.stats[seat][stage] for stage, seat in enumerate(membership.stage_heads)]
         stages: dict[int, dict[int, TransferStats]] = {}
         for seat, by_stage in run.stats.items():
@@ -377,7 +406,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             version=leader.version.number,
             epoch=leader.epoch,
             members=tuple(sorted(leader.current)),
-            absent=dict(membership.absent),
+            absent={**membership.absent, **left_behind},
             nbytes=sum(stats.nbytes for stats in heads),
             seconds=time.monotonic() - run.began,
             wire_s=max(stops) - min(starts) if starts and stops else 0.0,
@@ -417,7 +446,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         """
         with self._alone("reconcile_communicator"):
             leader = self._lead()
-            absent = frozenset(absent_shards)
+            absent = self._check_shards(absent_shards)
             self._prepare()
             roster = self.seats.read()
             desired = self._desired_membership(
@@ -453,6 +482,20 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             ],
         )
         return desired.without(*absent_shards).require(self.min_shards) if absent_shards else desired
+
+    def _check_shards(self, shards: Sequence[int]) -> frozenset[int]:
+        count = len(self._fleet().shard_sizes)
+        named = list(shards) if isinstance(shards, Iterable) else [shards]
+        if not all(type(shard) is int and 0 <= shard < count for shard in named):
+            raise MembershipError(f"absent_shards is {shards!r}; expected shards of 0..{count - 1}")
+        return frozenset(named)
+
+    def name_of(self, seat: int) -> str:
+        """What to call a rank in messages."""
+        trainers = self._train_world_size()
+        if seat < trainers:
+            return f"seat {seat} (trainer)"
+        return f"seat {seat} (shard {self._fleet().shard_of(seat)})"
 
     def _not_in(self, roster: Sequence[int]) -> frozenset[int]:
         fleet = self._fleet()
@@ -496,13 +539,14 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 
     def shutdown(self) -> None:
         """Give up the leadership and let go of stores and connections. Bounded; idempotent. Ends no rank."""
-        self._retire()
-        backend, self._opened = self._opened, None
-        if backend is not None and self._owns_backend:
-            with suppress(DprimsError):
-                backend.close()
-        self._owns_backend = False
-        self._store = self.rendezvous = None
+        with self._alone("shutdown"):
+            self._retire()
+            backend, self._opened = self._opened, None
+            if backend is not None and self._owns_backend:
+                with suppress(DprimsError):
+                    backend.close()
+            self._owns_backend = False
+            self._store = self.rendezvous = None
 
     def _retire(self) -> None:
         if self._seats is not None:
@@ -584,3 +628,12 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             yield
         finally:
             self._busy.release()
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not _is_number(seconds) or not 0 < seconds <= MAX_SECONDS:
+        raise RefitError(f"{name} is {seconds!r}; expected seconds > 0")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..exceptions import (
     BackendMisconfigured,
-    BelowQuorum,
     DprimsError,
     HandshakeMismatch,
+    MembershipError,
     RefitError,
     StaleLeader,
 )
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dprims.synchronizer.recovery")
 
-FINAL = (StaleLeader, BelowQuorum, BackendMisconfigured, HandshakeMismatch)
+FINAL = (StaleLeader, MembershipError, BackendMisconfigured, HandshakeMismatch)
 """What trying again cannot mend."""
 
 

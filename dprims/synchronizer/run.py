@@ -58,6 +58,7 @@ from .protocol import (
     next_key,
 )
 from .settle import _settle_before_propagating
+from .shell import why
 from .transfer import TransferStats
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class Run:
             return
         if error is not None:
             self._errors.setdefault(seat, error)
-            reply = Reply("error", f"{type(error).__name__}: {error}")
+            reply = Reply("error", why(error))
         else:
             answer = future.result()
             reply = answer.reply
@@ -301,7 +302,9 @@ class Run:
         """
         where = f"epoch {self.leader.epoch}, version {self._number}"
         found = [error for error in self._errors.values() if not isinstance(error, RefitAborted | PeerLost)]
-        first = next((error for error in found if not isinstance(error, RefitTimeout)), None)
+        seat, first = next(
+            ((seat, error) for seat, error in self._errors.items() if _is_first_hand(error)), (-1, None)
+        )
         if cause.what in ("quorum", "refused", "stale"):
             failure: BaseException = _ERRORS[cause.what](cause.why)
         elif isinstance(first, DprimsError):
@@ -310,7 +313,7 @@ class Run:
             who = "; ".join(f"seat {seat}: {why}" for seat, why in sorted(self._lost.items()))
             failure = PeerLost(f"{where}: {who}")
         elif first is not None:
-            failure = RefitAborted(f"{where}: {type(first).__name__}: {first}")
+            failure = RefitAborted(f"{where}: {self.sync.name_of(seat)}: {why(first)}")
         else:
             silent = f"; seats {self._silent} never answered" if self._silent else ""
             kind = RefitTimeout if found else _ERRORS.get(cause.what, RefitAborted)
@@ -318,11 +321,26 @@ class Run:
         failure.__cause__ = first or next(iter(self._errors.values()), None)
         return failure
 
+    def left_behind(self) -> dict[int, str]:
+        """The shards that took part and did not come to serve the version, with the reason of each."""
+        members = () if self.membership is None else self.membership.surviving_shards
+        reasons: dict[int, str] = {}
+        for shard in set(members) - self.leader.current:
+            seats = self.leader.seats[shard]
+            said = [why(self._errors[seat]) for seat in seats if seat in self._errors]
+            reasons[shard] = "; ".join(said + [self._lost[seat] for seat in seats if seat in self._lost])
+        return {shard: reason or "condemned: it gave no answer" for shard, reason in reasons.items()}
+
     def _clock(self, phase: str) -> None:
         now = time.monotonic()
         phase = "prepare" if phase == "idle" else phase
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._mark
         self._mark = now
+
+
+def _is_first_hand(error: BaseException) -> bool:
+    """Whether a rank found this by itself: not that it was aborted, lost a peer, or waited in vain."""
+    return not isinstance(error, RefitAborted | PeerLost | RefitTimeout)
 
 
 def _bound(function: Callable[..., None], *first: Any) -> Callable[[Any], None]:

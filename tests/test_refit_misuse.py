@@ -1,0 +1,143 @@
+"""The synchronizer used wrongly, and sources and sinks that misbehave: each said by name, nothing torn."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dprims.exceptions import DprimsError, MembershipError, RefitAborted, RefitError
+from dprims.synchronizer import CollectiveWeightSynchronizer
+from dprims.testing.threads import ThreadGeneration, ThreadPolicy
+from dprims.testing.weights import ToySink, ToySource
+
+LIMIT_S = 60.0
+
+
+@dataclass
+class Fleet:
+    policy: ThreadPolicy
+    generation: ThreadGeneration
+    sync: CollectiveWeightSynchronizer
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """One trainer and two shards, as threads, at version 1."""
+    policy = ThreadPolicy(ToySource)
+    generation = ThreadGeneration(ToySink, 1, shard_sizes=(1, 1))
+    sync = CollectiveWeightSynchronizer(policy, generation, roster_ttl_s=1.0, bucket_bytes=64 << 10)
+    try:
+        sync.init_communicator()
+        sync.sync_weights()
+        yield Fleet(policy, generation, sync)
+    finally:
+        generation.close()
+        policy.close()
+        sync.shutdown()
+
+
+def boom(*_: Any) -> Any:
+    raise ValueError("boom")
+
+
+@pytest.mark.parametrize("method", ["commit", "after_commit", "resume"])
+def test_a_shard_that_cannot_commit_is_named_with_its_reason(
+    fleet: Fleet, method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.generation.sinks[1], method, boom)
+    report = fleet.sync.sync_weights()
+    assert report.members == (0,)
+    assert report.absent == {1: "ValueError: boom"}
+    assert "shard 1 was left behind at version 2: ValueError: boom" in caplog.text
+    assert not fleet.generation.workers[2].may_serve
+
+
+def test_what_a_source_raises_is_said_with_its_seat(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.policy.sources[0], "metadata", boom)
+        with pytest.raises(RefitAborted, match=r"seat 0 \(trainer\): prepare_refit_info: ValueError: boom"):
+            fleet.sync.sync_weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.generation.sinks[0], "write", boom)
+        with pytest.raises(RefitAborted, match=r"seat 1 \(shard 0\): ValueError: boom"):
+            fleet.sync.sync_weights()
+    assert fleet.sync.sync_weights().members == (0, 1)
+
+
+def test_initialising_twice_is_refused_and_again_after_shutdown_is_not(fleet: Fleet) -> None:
+    with pytest.raises(RefitError, match="was called before"):
+        fleet.sync.init_communicator()
+    fleet.sync.shutdown()
+    fleet.sync.shutdown()
+    with pytest.raises(RefitError, match="call init_communicator first"):
+        fleet.sync.sync_weights()
+
+
+def test_a_shutdown_beside_a_sync_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        inside.set()
+        leave.wait(LIMIT_S)
+
+    monkeypatch.setattr(fleet.generation.sinks[0], "pause", pause)
+    running = threading.Thread(target=fleet.sync.sync_weights)
+    running.start()
+    try:
+        assert inside.wait(LIMIT_S)
+        with pytest.raises(RefitError, match="shutdown was called while another thread drives"):
+            fleet.sync.shutdown()
+    finally:
+        leave.set()
+        running.join(LIMIT_S)
+    assert fleet.sync.version == 2
+
+
+@pytest.mark.parametrize("only", [5, [None], [0, 1], [], ["x"], [True], "0"])
+def test_only_is_one_shard(fleet: Fleet, only: Any) -> None:
+    with pytest.raises(RefitError, match="only is"):
+        fleet.sync.sync_weights(only=only)
+    assert fleet.sync.version == 1
+
+
+@pytest.mark.parametrize("absent", [["x"], "0", 5, None, [0.5], [True], [None], [2], [-1]])
+def test_absent_shards_are_shards(fleet: Fleet, absent: Any) -> None:
+    with pytest.raises(MembershipError, match=r"expected shards of 0\.\.1"):
+        fleet.sync.reconcile_communicator(absent)
+
+
+@pytest.mark.parametrize("scales", [{"a": "x"}, {"a": math.nan}, {1: 2.0}, {"a": True}])
+def test_scales_are_finite_numbers_by_name(fleet: Fleet, scales: Any) -> None:
+    with pytest.raises(RefitError, match="kv_scales is"):
+        fleet.sync.sync_weights(kv_scales=scales)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"bucket_bytes": -5},
+        {"bucket_bytes": 0},
+        {"bucket_bytes": 300},
+        {"bucket_bytes": "x"},
+        {"min_shards": 0},
+        {"min_shards": "x"},
+        {"stall_timeout_s": None},
+        {"stall_timeout_s": 0},
+        {"refit_timeout_s": "3"},
+        {"refit_timeout_s": 1e300},
+        {"refit_timeout_s": math.nan},
+        {"roster_ttl_s": 0},
+        {"roster_ttl_s": math.inf},
+        {"fleet": "a/b"},
+        {"fleet": ""},
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_refused_at_once(option: dict[str, Any]) -> None:
+    with pytest.raises(DprimsError, match=next(iter(option))):
+        CollectiveWeightSynchronizer(None, None, **option)  # type: ignore[arg-type]
