@@ -44,6 +44,17 @@ except dprims.DprimsError as error:
     print(type(error).__name__, flush=True)
 """
 
+PROBE = """
+import socket, sys, time
+while True:
+    try:
+        socket.create_connection((sys.argv[1], int(sys.argv[2])), 1).close()
+        break
+    except OSError:
+        time.sleep(0.02)
+print("answers", flush=True)
+"""
+
 STORE = """
 import sys
 from dprims.torchstore import serve_store
@@ -124,7 +135,11 @@ def test_the_side_that_is_cut_off_learns_so_and_the_other_goes_on(
     near, far = namespaces
     url, command = server(kind, tmp_path)
     client = [sys.executable, "-c", CLIENT, url, str(TTL_S)]
-    with running(near, *command), running(far, *client) as holder, running(near, *client) as waiter:
+    with running(near, *command), ExitStack() as stack:
+        probe = stack.enter_context(running(far, sys.executable, "-c", PROBE, NEAR, str(PORT)))
+        assert hear(probe) == "answers"
+        holder = stack.enter_context(running(far, *client))
+        waiter = stack.enter_context(running(near, *client))
         assert [hear(holder), hear(waiter)] == ["ready", "ready"]
         say(holder)
         word, token = hear(holder).split()
