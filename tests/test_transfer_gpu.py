@@ -60,10 +60,12 @@ def test_survivors_are_released_and_build_again(fleet: TransferFleet, action: st
     old = transfer(fleet, 1)[2].checksum
     futures = start(fleet, 2, {"action": action, "rank": 1, "bucket": MIDDLE}, timeout_s=6.0)
     outcomes = [futures[rank].result(LIMIT_S) for rank in (0, 2)]
+    # a rank before the lost one in NCCL's ring may have got and passed on all that it ever will
+    assert any(outcome.error is not None for outcome in outcomes)
     for outcome in outcomes:
-        assert isinstance(outcome.error, (PeerLost, RefitTimeout))
+        assert isinstance(outcome.error, (PeerLost, RefitTimeout, type(None)))
         assert outcome.seconds < 6.0 + RELEASED_S
-    assert outcomes[1].checksum == old
+    assert outcomes[1].checksum == (NEW if outcomes[1].error is None else old)
     # the survivors' devices work: they meet a fresh rank in the lost one's place
     fleet.replace(1)
     build(fleet, "again")
@@ -77,8 +79,10 @@ def test_a_cancel_releases_at_once(fleet: TransferFleet) -> None:
     told = time.monotonic()
     for rank in fleet.ranks:
         rank.call_now("cancel", "enough").result(LIMIT_S)
-    for future in futures:
-        assert isinstance(future.result(LIMIT_S).error, RefitAborted)
+    errors = [future.result(LIMIT_S).error for future in futures]
+    assert isinstance(errors[1], RefitAborted)
+    # so few bytes lie in NCCL's own buffers: the others may have nothing left to do
+    assert all(isinstance(error, (RefitAborted, type(None))) for error in errors)
     assert time.monotonic() - told < 5.0 + RELEASED_S
     build(fleet, "again")
     assert {outcome.checksum for outcome in transfer(fleet, 2)} == {NEW}

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..exceptions import PeerLost, TransferCorrupt
+from ..exceptions import PeerLost, RefitError, TransferCorrupt
 from .digest import BLOCK_BYTES, ROW_BYTES, Digests
 from .group import CommGroup
-from .guard import Guard, Query, Work
+from .guard import Enqueueing, Guard, Query, Work
 from .lanes import Lane, Span, Timed, TransferStats, lane_for
 from .packing import pack, raw
 from .plan import Bucket, Plan
@@ -39,6 +39,8 @@ class Flight:
     arrival: Sequence[Work | Query] = ()
     works: list[Any] = field(default_factory=list)
     began: float = 0.0
+    lent: bool = False
+    """Whether its memory is there anyway, and is no reason to let it wait for others."""
 
 
 class Loop:
@@ -67,13 +69,17 @@ class Loop:
         for bucket in plan.buckets:
             self._regions.append(self._regions[-1] + len(regions_of(bucket)))
         sizes = [stop - start for bucket in plan.buckets for start, stop in regions_of(bucket)]
+        self._enqueueing = Enqueueing(guard, group.interrupt)
         self._digests = Digests(sizes, group.device) if verify else None
 
     def __enter__(self) -> Loop:
+        if self.group.backend == "nccl":
+            self._enqueueing.watch()
         self.guard.progress("the first bucket")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._enqueueing.stop()
         if kind is not None:
             self._walk_away()
             return
@@ -102,15 +108,27 @@ class Loop:
         return Timed(self._spans, phase, bucket)
 
     def wire_buffers(self) -> WireBuffers:
-        """Buffers for packed buckets: as many as may be under way."""
-        count = min(self.lane.depth, sum(bucket.lane == "packed" for bucket in self.plan.buckets))
-        self.stats.buffer_bytes += count * self.plan.packed_bytes
-        return WireBuffers([self.group.memory.take(self.plan.packed_bytes) for _ in range(count)])
+        """Memory for packed buckets."""
+        sizes = [bucket.nbytes for bucket in self.plan.buckets if bucket.lane == "packed"]
+        nbytes = min(self.lane.buffers, len(sizes)) * max(sizes, default=0)
+        self.stats.buffer_bytes += nbytes
+        return WireBuffers(self.group.memory.take(nbytes), max(sizes, default=0))
 
-    def make_room(self) -> None:
-        """Wait until one more bucket may be under way."""
+    def make_room(self, bucket: Bucket, buffers: WireBuffers | None = None, *, lent: bool = False) -> None:
+        """Wait until one more bucket may be under way: small ones, and lent ones, keep nobody waiting.
+
+        Args:
+            bucket: the one that comes.
+            buffers: where it is to find room, if it needs any.
+            lent: whether it takes no memory.
+        """
         self.guard.check()
-        while len(self._flights) >= self.lane.depth:
+        most = self.lane.depth * self.plan.bucket_bytes
+        while self._flights and (
+            len(self._flights) >= self.lane.flights
+            or (not lent and bucket.nbytes + sum(f.bucket.nbytes for f in self._flights if not f.lent) > most)
+            or (buffers is not None and not buffers.fits(bucket.nbytes))
+        ):
             self._land(self._flights.popleft())
 
     def land_all(self) -> None:
@@ -128,12 +146,13 @@ class Loop:
         # from here on the memory may be in use, whatever happens
         self._flights.append(flight)
         try:
-            if flight.bucket.lane == "direct":
-                with self.group.coalesced() as works:
-                    flight.works = works
-                    works += [self.group.broadcast(region) for region in flight.regions]
-            elif flight.bucket.nbytes:
-                flight.works.append(self.group.broadcast(flight.regions[0]))
+            with self._enqueueing:
+                if flight.bucket.lane == "direct":
+                    with self.group.coalesced() as works:
+                        flight.works = works
+                        works += [self.group.broadcast(region) for region in flight.regions]
+                elif flight.bucket.nbytes:
+                    flight.works.append(self.group.broadcast(flight.regions[0]))
         except RuntimeError as error:
             # a backend that knows already that a peer is gone takes nothing more
             self.guard.check()
@@ -145,7 +164,7 @@ class Loop:
         try:
             for query in flight.arrival:
                 self.guard.wait(query)
-            self._last = time.monotonic()
+            self._last = self.lane.arrived(flight.arrival)
             self._spans.append(Span("wire", index, flight.began, self._last))
             self.guard.progress(index)
             if flight.unload is not None:
@@ -153,7 +172,7 @@ class Loop:
                     self.faults.at("bucket", self.rank, index, buffer=lambda: flight.regions[0])
                     self.guard.check()
                 with self.lane.side():
-                    self.digest(flight)
+                    self.digest(flight.bucket, flight.regions)
                     with self.lane.span("unpack", index):
                         flight.unload()
         except BaseException:
@@ -193,13 +212,18 @@ class Loop:
                     self._digests.add(region, buffer[row * ROW_BYTES : whole], row)
                 row = whole // ROW_BYTES
 
-    def digest(self, flight: Flight) -> None:
+    def digest(self, bucket: Bucket, regions: Sequence[Tensor]) -> None:
         """Take the digests of a bucket's regions."""
         if self._digests is None:
             return
-        with self.lane.span("digest", flight.bucket.index):
-            for offset, region in enumerate(flight.regions):
-                self._digests.add(self._regions[flight.bucket.index] + offset, region)
+        with self.lane.span("digest", bucket.index):
+            for number, region in enumerate(regions, self._regions[bucket.index]):
+                self._digests.add(number, region)
+
+    def digest_beside(self, flight: Flight, regions: Sequence[Tensor]) -> None:
+        """Take the digests while the bucket is on the wire; it has left when both are done."""
+        self.digest(flight.bucket, regions)
+        flight.arrival = [*flight.arrival, *self.lane.idle()]
 
     def send_digests(self) -> None:
         """Broadcast all digests, behind the last bucket."""
@@ -217,9 +241,10 @@ class Loop:
             mine = self._digests.finish()
             sent = torch.empty_like(mine)
             self._exchange(sent)
-            differs = mine.ne(sent).nonzero().flatten()
-        if differs.numel():
-            raise TransferCorrupt(self._explain(self._digests, int(differs[0]), int(differs.numel())))
+            # read on the stream that it is made on
+            differs = mine.ne(sent).nonzero().flatten().tolist()
+        if differs:
+            raise TransferCorrupt(self._explain(self._digests, differs[0], len(differs)))
         self.stats.content = hashlib.sha256(raw(mine)).hexdigest()
 
     def _exchange(self, digests: Tensor) -> None:
@@ -249,19 +274,47 @@ class Loop:
 
 
 class WireBuffers:
-    """Buffers that packed buckets travel in, one after another."""
+    """Memory that packed buckets travel in, one after another.
 
-    def __init__(self, free: list[Tensor]) -> None:
-        self._free = free
+    Large buckets have slots of `slot_bytes`; small ones lie side by side, so that many can be under way.
+    """
+
+    def __init__(self, memory: Tensor, slot_bytes: int) -> None:
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._taken: dict[int, int] = {}
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes can be taken."""
+        return self._place(nbytes) is not None
 
     def take(self, nbytes: int) -> Tensor:
-        """The first `nbytes` of a free buffer."""
-        return self._free.pop()[:nbytes]
+        """Memory that nothing else uses."""
+        place = self._place(nbytes)
+        if place is None:
+            raise RefitError(f"no wire buffer has {nbytes} bytes free of {self._memory.numel()}")
+        if nbytes:
+            self._taken[place] = place + nbytes
+        return self._memory[place : place + nbytes]
 
     def give_back(self, buffer: Tensor) -> None:
         """What was taken is free again."""
-        base = buffer._base
-        self._free.append(buffer if base is None else base)
+        if buffer.numel():
+            del self._taken[int(buffer.storage_offset() - self._memory.storage_offset())]
+
+    def _place(self, nbytes: int) -> int | None:
+        """Where so many bytes are free: for large buckets at the start of a slot, for small ones anywhere."""
+        if not nbytes:
+            return 0
+        large = 2 * nbytes > self._slot_bytes
+        places = range(0, self._memory.numel(), self._slot_bytes) if large else (0, *self._taken.values())
+        for start in places:
+            stop = start + nbytes
+            if stop <= self._memory.numel() and not any(
+                start < b and a < stop for a, b in self._taken.items()
+            ):
+                return start
+        return None
 
 
 def _parts(offsets: Sequence[int], nbytes: int | None) -> list[int]:

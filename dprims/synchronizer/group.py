@@ -224,7 +224,17 @@ class CommGroup:
                     "of the abort; this process has to be replaced"
                 )
             time.sleep(POLL_S)
-        bury(remains, self.op_timeout_s)
+        # the streams are free, so nothing of it is in use
+        bury(remains)
+
+    def interrupt(self) -> None:
+        """Abort NCCL's communicator under a working thread that is stuck in a call to it. Returns at once.
+
+        The stuck call fails; `abort` is still the working thread's to call.
+        """
+        pg = self._pg
+        if pg is not None and self.backend == "nccl":
+            _abort_aside(pg, self.device, self.name)
 
     def release(self) -> None:
         """Give up a group that is idle. Returns at once; the rest happens on other threads."""
@@ -271,7 +281,7 @@ def _nccl(
     op_timeout_s: float,
     half_built: list[ProcessGroup],
 ) -> ProcessGroup:
-    from torch.distributed import ProcessGroup, ProcessGroupNCCL
+    from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupNCCL
 
     if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true", "yes", "on", "y", "t"):
         raise BackendMisconfigured(
@@ -280,6 +290,8 @@ def _nccl(
     # the current device is per thread, and this is a thread of its own
     torch.cuda.set_device(device)
     options = ProcessGroupNCCL.Options()
+    # packing and digests fill the device: a broadcast that becomes ready must not queue behind them
+    options.is_high_priority_stream = True
     options._timeout = timedelta(seconds=op_timeout_s)
     pg = ProcessGroup(store, rank, size)
     backend = ProcessGroupNCCL(store, rank, size, options)
@@ -288,6 +300,10 @@ def _nccl(
     # from here on it can be aborted by whoever waits for this thread
     half_built.append(pg)
     backend.eager_connect_single_device(device)
+    # NCCL wires its ranks up in the first collective, in a call that blocks: here somebody bounds it
+    warm_up = torch.zeros(1, dtype=torch.uint8, device=device)
+    pg.broadcast([warm_up], BroadcastOptions()).wait()
+    torch.cuda.current_stream(device).synchronize()
     return pg
 
 

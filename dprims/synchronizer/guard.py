@@ -17,12 +17,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
-from ..exceptions import PeerLost, RefitAborted, RefitTimeout
+from ..exceptions import DprimsError, PeerLost, RefitAborted, RefitTimeout
 
-__all__ = ["CancelFlag", "Guard", "Query", "Work"]
+__all__ = ["CancelFlag", "Enqueueing", "Guard", "Query", "Work"]
 
 SLICE_S = 0.02
 """Longest single wait on a gloo work, a thread or an event: how late a cancel may be seen."""
+
+ENQUEUE_S = 0.2
+"""How long a call that should not block may take before it is interrupted, once the guard has seen the end."""
 
 POLL_S = 75e-6
 """Pause between two queries of an accelerator's event."""
@@ -209,3 +212,41 @@ class Guard:
         if failure:
             raise failure[0]
         return outcome[0]
+
+
+class Enqueueing:
+    """Bounds calls that only enqueue work, but block in NCCL when a peer is gone at a bad moment.
+
+    A context manager, entered by the working thread for each call. While `watch` is on, a daemon thread
+    looks: when the guard would raise and one call has taken `ENQUEUE_S` since, it calls `interrupt`, once.
+    """
+
+    def __init__(self, guard: Guard, interrupt: Callable[[], object]) -> None:
+        self._guard, self._interrupt = guard, interrupt
+        self._since: float | None = None
+        self._stopped = threading.Event()
+
+    def watch(self) -> None:
+        """Begin to look."""
+        threading.Thread(target=self._look, name="dprims-enqueueing", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no longer. Returns at once."""
+        self._stopped.set()
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def _look(self) -> None:
+        while not self._stopped.wait(SLICE_S):
+            since = self._since
+            if since is None or time.monotonic() - since < ENQUEUE_S:
+                continue
+            try:
+                self._guard.check()
+            except DprimsError:
+                self._interrupt()
+                return

@@ -70,7 +70,13 @@ class CpuLane:
     """Tensors in host memory, gloo."""
 
     depth = 6
-    """Buckets that may be under way at once."""
+    """How many buckets' worth of bytes may be under way at once."""
+
+    buffers = 6
+    """How many buckets' worth of wire buffers there are."""
+
+    flights = 6
+    """How many buckets may be under way at once, whatever their size."""
 
     cache_bytes: int | None = 1 << 20
     """What a core keeps at hand between two looks at it; None where that does not matter."""
@@ -97,6 +103,10 @@ class CpuLane:
         """What to wait for until `works` are done."""
         return works
 
+    def arrived(self, arrival: Sequence[Work | Query]) -> float:
+        """When what `arrival` gave, and is done, was done."""
+        return time.monotonic()
+
     def idle(self) -> Sequence[Work | Query]:
         """What to wait for until the side has done all that it was given."""
         return ()
@@ -113,7 +123,9 @@ class CpuLane:
 class CudaLane:
     """Tensors on a CUDA device, NCCL. Nothing here makes the host wait."""
 
-    depth = 2
+    depth = 3
+    buffers = 2
+    flights = 8
     cache_bytes: int | None = None
 
     def __init__(self, device: torch.device) -> None:
@@ -146,9 +158,13 @@ class CudaLane:
         with torch.cuda.stream(self._landing):
             for work in works:
                 work.wait()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = _timing_event()
         event.record(self._landing)
         return [event]
+
+    def arrived(self, arrival: Sequence[Any]) -> float:
+        """The event's own time: the host may have been busy with the bucket before."""
+        return float(self._began + self._origin.elapsed_time(arrival[0]) / 1e3)
 
     def idle(self) -> Sequence[Work | Query]:
         """An event behind all that the side stream was given."""

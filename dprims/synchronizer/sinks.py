@@ -62,9 +62,10 @@ class _Sink:
         Raises HandshakeMismatch, which names the first tensor that does not.
         """
         # once is enough: with many tensors comparing takes longer than sending
-        if tuple(metas) != self._compared:
-            self._compare(metas)
-            self._compared = tuple(metas)
+        coming = tuple(metas)
+        if coming is not self._compared and coming != self._compared:
+            self._compare(coming)
+            self._compared = coming
         self._forget()
         self._coming = version
 

@@ -14,14 +14,14 @@ When a transfer raises, its group is finished: over NCCL it was aborted, and not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..exceptions import RefitError
-from .flights import Flight, Loop, WireBuffers, regions_of
+from .flights import Flight, Loop, regions_of
 from .group import CommGroup
 from .guard import Guard
 from .interfaces import LendingSink, WeightSink, WeightSource
@@ -73,7 +73,7 @@ def send(
         position = 0
         buffers = loop.wire_buffers()
         for bucket in plan.buckets:
-            loop.make_room()
+            loop.make_room(bucket, buffers if bucket.lane == "packed" else None)
             with loop.on_host("gather", bucket.index):
                 while position <= bucket.pieces[-1].tensor:
                     pulled[position] = next(tensors)
@@ -86,12 +86,14 @@ def send(
                     loop.pack(bucket, buffer, parts)
                     # whatever was packed has been read by the time the bucket has left
                     flight = Flight(bucket, [buffer], parts, release=partial(buffers.give_back, buffer))
+                    loop.corrupt_copy(flight)
+                    loop.dispatch(flight)
                 else:
                     regions = [part[p.start : p.stop] for part, p in zip(parts, bucket.pieces, strict=True)]
-                    flight = Flight(bucket, regions, parts)
-                    loop.digest(flight)
-                loop.corrupt_copy(flight)
-                loop.dispatch(flight)
+                    flight = Flight(bucket, regions.copy(), parts)
+                    loop.corrupt_copy(flight)
+                    loop.dispatch(flight)
+                    loop.digest_beside(flight, regions)
         next(tensors, None)
         loop.land_all()
         loop.send_digests()
@@ -125,7 +127,7 @@ def receive(
         desk = _Unloading(sink, loop)
         loop.lane.follow()
         for bucket in plan.buckets:
-            loop.make_room()
+            desk.make_room(bucket)
             flight = desk.expect(bucket)
             with loop.lane.side():
                 loop.dispatch(flight)
@@ -159,7 +161,7 @@ def lacks_memory(sink: WeightSink | None, plans: Sequence[Plan], device: torch.d
         return None
     lending = sink if isinstance(sink, LendingSink) else None
     staging = sum(lending.staging_bytes(plan) for plan in plans) if lending else 0
-    wire = max((lane_for(device).depth * plan.packed_bytes for plan in plans), default=0)
+    wire = max((lane_for(device).buffers * plan.packed_bytes for plan in plans), default=0)
     if staging + wire <= free:
         return None
     return f"{staging} bytes of staging and {wire} of wire buffers are needed on {device}, {free} are free"
@@ -196,7 +198,7 @@ class _Unloading:
         if borrow and self._lender is not None:
             self._borrow(self._lender)
         owed = any(b.lane == "packed" and b.index not in self._buckets for b in self._plan.buckets)
-        self._buffers = loop.wire_buffers() if owed else WireBuffers([])
+        self._buffers = loop.wire_buffers() if owed else None
 
     def _borrow(self, sink: LendingSink) -> None:
         """Take everything that the sink lends, before the first byte: if memory is short, it is now."""
@@ -225,13 +227,21 @@ class _Unloading:
             )
         return lent
 
+    def make_room(self, bucket: Bucket) -> None:
+        lent = bucket.index in self._buckets
+        buffers = self._buffers if bucket.lane == "packed" and not lent else None
+        self._loop.make_room(bucket, buffers, lent=lent)
+
     def expect(self, bucket: Bucket) -> Flight:
-        lent = self._buckets.pop(bucket.index, None)
-        if lent is not None or bucket.lane == "packed":
-            buffer = self._buffers.take(bucket.nbytes) if lent is None else lent
-            release = partial(self._buffers.give_back, buffer) if lent is None else None
+        buffer = self._buckets.pop(bucket.index, None)
+        lent, release = buffer is not None, None
+        if buffer is None and self._buffers is not None and bucket.lane == "packed":
+            buffer = self._buffers.take(bucket.nbytes)
+            release = partial(self._buffers.give_back, buffer)
+        if buffer is not None:
             regions = [buffer[start:stop] for start, stop in regions_of(bucket)]
-            return Flight(bucket, regions, [buffer], release, partial(self._unpack, bucket, buffer))
+            unload = partial(self._unpack, bucket, buffer)
+            return Flight(bucket, regions, [buffer], release, unload, lent=lent)
         regions = [self._region(piece.tensor, piece.start, piece.stop) for piece in bucket.pieces]
         whole = {p.tensor: self._tensors[p.tensor] for p in bucket.pieces if p.tensor in self._tensors}
         return Flight(bucket, regions, list(whole.values()), None, partial(self._hand_over, bucket, whole))
@@ -252,27 +262,39 @@ class _Unloading:
         return memory
 
     def _unpack(self, bucket: Bucket, buffer: Tensor) -> None:
-        typed: dict[str, Tensor] = {}
-        for piece in bucket.pieces:
-            meta = self._plan.tensors[piece.tensor]
-            base = typed.get(meta.dtype)
-            if base is None:
-                base = typed[meta.dtype] = buffer.view(dtype_of(meta.dtype))
-            at = piece.offset // base.element_size()
-            self._write(meta, base[at : at + meta.numel])
+        typed: dict[str, tuple[Tensor, int, int]] = {}
+        tensors = self._plan.tensors
+        for tensor, _, _, offset in bucket.pieces:
+            meta = tensors[tensor]
+            if meta.dtype not in typed:
+                base = buffer.view(dtype_of(meta.dtype))
+                typed[meta.dtype] = base, base.element_size(), int(base.storage_offset())
+            base, size, first = typed[meta.dtype]
+            # one operation a tensor: with thousands of them the host is what they wait for
+            self._write(meta, base.as_strided(meta.shape, _strides(meta.shape), first + offset // size))
 
     def _hand_over(self, bucket: Bucket, whole: dict[int, Tensor]) -> None:
         for piece in bucket.pieces:
             meta = self._plan.tensors[piece.tensor]
             if piece.tensor in whole and piece.stop == meta.nbytes:
-                self._write(meta, whole.pop(piece.tensor).view(dtype_of(meta.dtype)))
+                self._write(meta, whole.pop(piece.tensor).view(dtype_of(meta.dtype)).view(meta.shape))
                 self._tensors.pop(piece.tensor, None)
 
-    def _write(self, meta: TensorMeta, data: Tensor) -> None:
-        tensor = data.view(meta.shape)
+    def _write(self, meta: TensorMeta, tensor: Tensor) -> None:
         if self._plan.kv_scales and meta is self._plan.tensors[-1]:
             for name, scale in zip(self._plan.kv_scales, tensor, strict=True):
                 self._sink.write(name, scale)
             return
-        for name in (meta.name, *self._shared.get(meta.name, ())):
-            self._sink.write(name, tensor)
+        self._sink.write(meta.name, tensor)
+        for alias in self._shared.get(meta.name, ()):
+            self._sink.write(alias, tensor)
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))

@@ -6,7 +6,6 @@ round, so that what disturbs one disturbs all. The code behind ``dprims bench re
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import deque
@@ -222,6 +221,12 @@ def bench_refit(
         runs = [answer[name] for answer in answers if name in answer]
         totals = [max(times) for times in zip(*(run["total"] for run in runs), strict=True)]
         wires = [max(times) for times in zip(*(run["wire"] for run in runs), strict=True)]
+        for number, told in enumerate(zip(*(run["spans"] for run in runs), strict=True)):
+            # the processes share a clock: from the sender's first dispatch to the last arrival anywhere
+            starts = [start for phase, _, start, _ in told[0] if phase == "wire"]
+            stops = [stop for found in told for phase, _, _, stop in found if phase == "wire"]
+            if starts:
+                wires[number] = max(stops) - min(starts)
         middle = sorted(range(len(wires)), key=wires.__getitem__)[len(wires) // 2]
         spans = [(rank, *span) for rank, run in enumerate(runs) for span in run["spans"][middle]]
         phases: dict[str, float] = {}
@@ -329,11 +334,13 @@ class _Bench:
 
     def _device_copy(self) -> tuple[None, list[Any]]:
         if self.sends:
-            nbytes = self.flat.numel()
+            size, left = self.flat.numel(), self.plan.nbytes
             if not hasattr(self, "copies"):
-                self.copies = [torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{i}") for i in (0, 1)]
-            for _ in range(max(1, math.ceil(self.plan.nbytes / nbytes))):
-                self.copies[1].copy_(self.copies[0], non_blocking=True)
+                self.copies = [torch.empty(size, dtype=torch.uint8, device=f"cuda:{i}") for i in (0, 1)]
+            while left > 0:
+                part = min(left, size)
+                self.copies[1][:part].copy_(self.copies[0][:part], non_blocking=True)
+                left -= part
         return None, []
 
     def _flat(self) -> tuple[None, list[Any]]:

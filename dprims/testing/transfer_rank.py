@@ -5,10 +5,11 @@ Lives in a `dprims.engines.process.WorkerProcess`; every argument and every answ
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,18 @@ from .faults import FaultInjector, InjectedFault
 __all__ = ["Outcome", "TransferFleet", "TransferRank", "checksum", "mixed_model", "share_gpu"]
 
 
+Model = Callable[[int, torch.device], dict[str, Tensor]]
+
+STACKS_S = 25.0
+"""How long after its deadline a transfer that still runs writes the stacks of its process to stderr."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: in `seconds`, with an `error` or without, and what the rank holds now."""
+    """How a call ended: in `seconds`, with an `error` or without, and what the rank holds now.
+
+    `ended` is on the monotonic clock, which the processes of a machine share.
+    """
 
     seconds: float
     error: Exception | None
@@ -40,13 +50,17 @@ class Outcome:
     checksum: str = ""
     torn: bool = False
     buried: int = 0
+    ended: float = 0.0
 
 
 class TransferRank:
     """Rank `rank` of a group of `size`, which meet in the store at `host`:`port`."""
 
-    def __init__(self, rank: int, size: int, host: str, port: int, device: str = "cpu") -> None:
+    def __init__(
+        self, rank: int, size: int, host: str, port: int, device: str = "cpu", model: Model | None = None
+    ) -> None:
         torch.set_num_threads(1)
+        self._model = model or mixed_model
         self.rank, self.size = rank, size
         self.device = torch.device(device)
         if device == "cuda":
@@ -104,26 +118,30 @@ class TransferRank:
         faults: Sequence[Mapping[str, Any]] = (),
         sink: str = "dict",
         kv_scales: Mapping[str, float] | None = None,
+        stacks_s: float | None = None,
     ) -> Outcome:
         """Send the model of `seed`, or receive it and commit it when nothing was raised.
 
         Args:
             plan: `Plan.to_bytes`.
-            seed: of `mixed_model`; receivers hold one of another seed before their first transfer.
+            seed: of the model; receivers hold one of another seed before their first transfer.
             timeout_s, stall_timeout_s, verify, faults: as for `send` and `receive`.
             sink: "dict", "in place", "load" or "load in place".
+            stacks_s: when a transfer that still runs writes its stacks; by default long after its deadline.
             kv_scales: values that the sender sends, and names that a receiver has place for.
         """
         group = self._group
         if group is None:
             raise RuntimeError("build first")
+        # what hangs beyond its guard says where
+        faulthandler.dump_traceback_later(timeout_s + STACKS_S if stacks_s is None else stacks_s)
         start = time.monotonic()
         self._cancel = CancelFlag()
         guard = Guard(self._cancel, start + timeout_s, stall_timeout_s, what=f"transfer on rank {self.rank}")
         injector = FaultInjector(faults)
         agreed = Plan.from_bytes(plan)
         if self.rank == 0:
-            self._weights = mixed_model(seed, self.device)
+            self._weights = self._model(seed, self.device)
             return self._run(
                 start,
                 lambda: send(
@@ -137,7 +155,7 @@ class TransferRank:
                 ),
             )
         if not self._weights:
-            self._weights = mixed_model(-1, self.device)
+            self._weights = self._model(-1, self.device)
         self._weights = {name: t for name, t in self._weights.items() if not name.endswith("_scale")}
         self._weights |= {name: torch.zeros((), device=self.device) for name in kv_scales or ()}
         into = self._sink(sink)
@@ -197,26 +215,41 @@ class TransferRank:
             stats = body()
         except (DprimsError, InjectedFault) as raised:
             error = raised
-        seconds = time.monotonic() - start
+        ended = time.monotonic()
+        faulthandler.cancel_dump_traceback_later()
         torn = sink is not None and sink.torn
-        return Outcome(seconds, error, stats, checksum(self._weights), torn, buried())
+        return Outcome(ended - start, error, stats, checksum(self._weights), torn, buried(), ended)
 
 
 class TransferFleet:
     """Processes with one `TransferRank` each, and the store where they meet. A context manager.
 
     Rank 0 sends. Leaving kills what is left, frozen or not.
+
+    Args:
+        size: how many.
+        device: "cpu" or "cuda".
+        model: makes the weights of a seed on a device; a function of a module.
+        factory: a subclass of `TransferRank`.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        size: int,
+        device: str = "cpu",
+        model: Model | None = None,
+        factory: type[TransferRank] = TransferRank,
+    ) -> None:
         self.store, self.host, self.port = leader_store("localhost")
-        self._device = device
+        self._device, self._model, self._factory = device, model, factory
         self._size = size
         self.ranks = [self._start(rank) for rank in range(size)]
 
     def _start(self, rank: int) -> WorkerProcess:
         return WorkerProcess(
-            f"rank {rank}", TransferRank, (rank, self._size, self.host, self.port, self._device)
+            f"rank {rank}",
+            self._factory,
+            (rank, self._size, self.host, self.port, self._device, self._model),
         )
 
     def replace(self, rank: int) -> None:
@@ -245,7 +278,7 @@ def share_gpu(rank: int, size: int) -> torch.device:
     NCCL refuses two ranks on one GPU of one host: each says that it is on a host of its own, and they talk
     through sockets. Sets environment variables: for processes that are a test's own.
     """
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     gpus = torch.cuda.device_count()
     if gpus < size:
         os.environ["NCCL_HOSTID"] = f"rank-{rank}"
