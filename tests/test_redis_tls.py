@@ -95,7 +95,7 @@ def secured(redis_server: RedisServer, tmp_path: Path) -> Iterator[tuple[str, Pa
 def test_lock_over_tls(secured: tuple[str, Path]) -> None:
     address, certificate = secured
     with dprims.connect(f"rediss://{address}?ssl_ca_certs={certificate}") as backend:
-        lock = dprims.DistributedLock("tls", backend, ttl=1)
+        lock = dprims.DistributedLock("tls", backend)
         grant = lock.acquire()
         tokens: list[int] = []
         waiter = threading.Thread(target=lambda: tokens.append(lock.acquire(LIMIT).token))
