@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -395,24 +394,22 @@ class TCPStoreBackend(Backend):
         """A connection of our own, to the store that we know. Runs on the thread of its line."""
         store = self._injected
         if self.guarantees.scope == "hosts":
-            if self._in_doubt:  # torch would retry, and print each failure
-                self._knock()
-            try:
-                store = self._connect()
-                store.set_timeout(self._seconds)
-            except RuntimeError as error:
-                self._in_doubt = True
-                raise BackendUnavailable(f"{self.url} is no torch store: {_first_line(error)}") from error
+            # torch would retry, and print each failure; its server warns of a caller that goes at once
+            with self._knock() if self._in_doubt else nullcontext():
+                try:
+                    store = self._connect()
+                    store.set_timeout(self._seconds)
+                except RuntimeError as error:
+                    self._in_doubt = True
+                    raise BackendUnavailable(f"{self.url} is no torch store: {_first_line(error)}") from error
         self._check_mark(store)
         self._in_doubt = False
         return store
 
-    def _knock(self) -> None:
+    def _knock(self) -> socket.socket:
         """See whether anything listens."""
         try:
-            with socket.create_connection((self._host, self._port), self._timeout) as probe:
-                reset = struct.pack("ii", 1, 0)  # gone before the server looks up whose it is
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            return socket.create_connection((self._host, self._port), self._timeout)
         except ConnectionRefusedError as error:
             raise _ServerGone(f"nothing serves {self.url} any more, or yet: {error}") from error
         except OSError as error:
