@@ -104,7 +104,7 @@ class Grant:
             if self._released:
                 raise NotHeld(f"lock {self.name!r} (token {self.token}) has been released")
             self._session.drop(self._ticket)
-            self._session.owners.pop(self._key, None)
+            self._session.disown(self._key, self._ticket)
             was_ours = not self._session.lost(self._ticket)
             try:
                 freed = self._session.backend.release(self._ticket)
@@ -225,19 +225,17 @@ class DistributedLock:
 
         Raises :class:`NotHeld` when this lock object holds nothing, :class:`LockLost` when it was lost.
         """
-        self._release(_identity())
+        grants = self._current()
+        if not grants:
+            raise NotHeld(f"lock {self.name!r} is not held by this lock object")
+        (grants.get(_identity()) or max(grants.values(), key=lambda grant: grant.token)).release()
 
-    def _release(self, who: object) -> None:
-        if who not in self._grants:
-            if not self._grants:
-                raise NotHeld(f"lock {self.name!r} is not held by this lock object")
-            who = max(self._grants, key=lambda holder: self._grants[holder].token)
-        grant = self._grants[who]
-        try:
-            grant.release()
-        finally:
+    def _current(self) -> dict[object, Grant]:
+        """The grants that were not released, by who acquired them."""
+        for who, grant in list(self._grants.items()):
             if grant._released and self._grants.get(who) is grant:
-                del self._grants[who]
+                self._grants.pop(who, None)
+        return dict(self._grants)
 
     # -- with -------------------------------------------------------------------------------------
 
@@ -253,9 +251,11 @@ class DistributedLock:
         self._leave(_identity(), error)
 
     def _leave(self, who: object, error: BaseException | None) -> None:
+        grant = self._current().get(who)
+        if grant is None:  # the body has released it
+            return
         try:
-            if who in self._grants:  # the body may have released it
-                self._release(who)
+            grant.release()
         except (LockLost, BackendError) as failure:
             if error is None:
                 raise
@@ -373,7 +373,7 @@ def _identity() -> object:
             task = None
         if task is not None:
             return task
-    return threading.get_ident()
+    return threading.current_thread()
 
 
 T = TypeVar("T")

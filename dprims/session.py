@@ -9,6 +9,7 @@ has not run since the process was frozen. The thread's work is to prove again in
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import threading
@@ -86,6 +87,11 @@ class Session:
         with self._changed:
             self._tickets.pop(ticket, None)
 
+    def disown(self, key: tuple[str, object], ticket: Ticket) -> None:
+        """Forget that *ticket* is what its thread or task holds, unless it holds another by now."""
+        if self.owners.get(key) is ticket:
+            self.owners.pop(key, None)
+
     def lost(self, ticket: Ticket) -> bool:
         """Whether a ticket that was held is held no more. Reads the clock; no round trip; never goes back."""
         if not ticket.gone and self.pid == os.getpid() and self.backend.clock() < ticket.proven + ticket.ttl:
@@ -113,12 +119,13 @@ class Session:
                         return
                     self._idle, self._due = True, self.backend.clock() + IDLE_S
                     continue
-                self._idle = False
+                self._idle, self._due = False, math.inf
             wanted = self._beat(tickets)
             self._report_losses()
             with self._changed:
                 pause = min((_beat_interval(ticket) for ticket in self._tickets), default=IDLE_S)
-                self._due = self.backend.clock() + (pause if wanted is None else min(pause, wanted))
+                due = self.backend.clock() + (pause if wanted is None else min(pause, wanted))
+                self._due = min(self._due, due)  # keep() may have asked for an earlier one meanwhile
 
     def _beat(self, tickets: list[Ticket]) -> float | None:
         for ticket in tickets:  # a gap longer than the ttl is a loss, whatever the server says now
@@ -132,13 +139,18 @@ class Session:
             return self.backend.beat(alive, limit)
         except BackendError as error:
             log.warning("heartbeat of %d locks to %r failed: %s", len(alive), self.backend, error)
-            return limit / 4  # again soon: what is held lives until its ttl
+        except Exception:
+            log.exception("heartbeat of %d locks to %r failed", len(alive), self.backend)
+        return limit / 4  # again soon: what is held lives until its ttl
 
     def _report_losses(self) -> None:
         with self._changed:
             lost = [(t, call) for t, call in self._tickets.items() if t.token is not None and self.lost(t)]
             for ticket, _ in lost:
                 del self._tickets[ticket]
+        for key, ticket in list(self.owners.items()):
+            if ticket.gone:
+                self.disown(key, ticket)
         for ticket, call in lost:
             log.warning("lock %r (token %s) is lost", ticket.name, ticket.token)
             threading.Thread(target=call, name=f"dprims-lost-{ticket.name}", daemon=True).start()
