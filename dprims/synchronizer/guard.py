@@ -25,7 +25,7 @@ SLICE_S = 0.02
 """Longest single wait on a gloo work, a thread or an event: how late a cancel may be seen."""
 
 ENQUEUE_S = 0.2
-"""How long a call that should not block may take before it is interrupted, once the guard has seen the end."""
+"""How long a call that should not block may take, once the guard has seen the end."""
 
 POLL_S = 75e-6
 """Pause between two queries of an accelerator's event."""
