@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dprims.cli import main
+
 LIMIT_S = 90.0
 
 
@@ -100,31 +102,35 @@ def test_one_shard_and_one_stage_are_enough(weights: str) -> None:
         (("--no-such-option",), "--no-such-option"),
     ],
 )
-def test_wrong_use_is_one_line_and_status_2(weights: str, arguments: tuple[str, ...], words: str) -> None:
-    run = demo(*(() if "--weights" in arguments else ("--weights", weights)), *arguments)
-    assert run.returncode == 2, run.stderr
-    assert run.stdout == ""
-    assert len(run.stderr.strip().splitlines()) == 1
-    assert words in run.stderr
+def test_wrong_use_is_one_line_and_status_2(
+    weights: str, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = () if "--weights" in arguments else ("--weights", weights)
+    assert main(["demo", *given, *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.strip().splitlines()) == 1
+    assert words in said.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_no_gpu_is_said(weights: str) -> None:
-    run = demo("--weights", weights, "--device", "cuda")
-    assert run.returncode == 2
-    assert "--device is 'cuda'; torch finds no GPU here" in run.stderr
+def test_no_gpu_is_said(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--weights", weights, "--device", "cuda"]) == 2
+    assert "--device is 'cuda'; torch finds no GPU here" in capsys.readouterr().err
 
 
-def test_a_truncated_or_foreign_file_is_named(weights: str, tmp_path: Path) -> None:
+def test_a_truncated_or_foreign_file_is_named(
+    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(Path(weights).read_bytes()[:5000])
     text = tmp_path / "notes.txt"
     text.write_text("not weights")
     for path in (cut, text):
-        run = demo("--weights", str(path))
-        assert run.returncode == 2
-        assert str(path) in run.stderr
-        assert len(run.stderr.strip().splitlines()) == 1
+        assert main(["demo", "--weights", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert str(path) in said
+        assert len(said.strip().splitlines()) == 1
 
 
 def test_interrupting_it_leaves_no_process(weights: str) -> None:

@@ -13,9 +13,9 @@ LIMIT_S = 100.0
 
 RUNS = {
     ("fenced.py",): "the ledger: ['slow: first', 'next: second']",
-    ("lock.py",): "one at a time",
-    ("lock.py", "redis"): "one at a time",
-    ("lock.py", "etcd"): "one at a time",
+    ("lock.py", "--ranks", "3"): "one at a time",
+    ("lock.py", "redis", "--ranks", "2"): "one at a time",
+    ("lock.py", "etcd", "--ranks", "2"): "one at a time",
     ("mesh.py",): "batch 0: read by rank 0",
     ("refit.py",): "step 4: version 4 on shards (0, 1, 2)",
 }
