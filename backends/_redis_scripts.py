@@ -43,7 +43,7 @@ class Script:
 
 
 # KEYS: 1 lock, 2 queue, 3 token, 4 names      ARGV: 1 the prefix of keys, 2 the lock's name, 3 and on: below
-_QUEUE = """
+_LOCK = """
 local lock, queue, token, names = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local prefix, name, id = ARGV[1], ARGV[2], ARGV[3]
 
@@ -51,17 +51,28 @@ local function id_of(entry)
   return entry and string.match(entry, '^%S+')
 end
 
+local function token_of(entry)
+  return string.match(entry, '^%S+ (%d+)')
+end
+
 local function grant(id, ttl, record)
   local time = redis.call('TIME')
-  local last = tonumber(redis.call('GET', token) or 0)
-  local given = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
+  local now = time[1] * 1000000 + time[2]
+  local given = string.format('%.0f', now)
+  local last = tonumber(redis.call('GETSET', token, given) or 0)
+  if last >= now then
+    given = string.format('%.0f', last + 1)
+    redis.call('SET', token, given)
+  end
   local entry = id .. ' ' .. given .. ' ' .. ttl .. ' ' .. record
-  redis.call('SET', token, given)
   redis.call('SET', lock, entry, 'PX', ttl)
   redis.call('ZADD', names, 0, name)
   return entry
 end
+"""
 
+# What a lock needs that somebody waits for. Behind the shortcuts: making functions takes time, too.
+_QUEUE = """
 local function wake(id, ttl)
   redis.call('RPUSH', prefix .. 'wake:' .. id, 1)
   redis.call('PEXPIRE', prefix .. 'wake:' .. id, ttl)
@@ -72,6 +83,7 @@ local function hand_over()
   while true do
     local first = redis.call('LPOP', queue)
     if not first then
+      redis.call('ZREM', names, name)
       return false
     end
     local waiter = redis.call('GET', prefix .. 'ticket:' .. first)
@@ -84,20 +96,12 @@ local function hand_over()
   end
 end
 
-local function hand_over_or_forget()
-  local entry = hand_over()
-  if not entry then
-    redis.call('ZREM', names, name)
-  end
-  return entry
-end
-
 -- The holder's entry, after a lock without holder was given to its first live waiter, or false.
 local function settle()
-  return redis.call('GET', lock) or hand_over_or_forget()
+  return redis.call('GET', lock) or hand_over()
 end
 
--- An abandoned queue vanishes, but never before the last of its live waiters.
+-- An abandoned queue vanishes, but never before the last of its live waiters. False when there is none.
 local function keep_queue(ttl)
   local left = redis.call('PTTL', queue)
   if left < 2 * ttl then
@@ -111,11 +115,17 @@ end
 # Returns {token, 0} when id holds the lock, else {false, ms until the holder's ttl is over}.
 ACQUIRE = Script(
     "acquire",
-    _QUEUE
+    _LOCK
     + """
 local ttl, record = ARGV[4], ARGV[5]
+if redis.call('EXISTS', lock, queue) == 0 then
+  return {token_of(grant(id, ttl, record)), 0}
+end
+"""
+    + _QUEUE
+    + """
 local ticket = prefix .. 'ticket:' .. id
-local entry = redis.call('GET', lock) or hand_over()
+local entry = settle()
 if not entry then
   entry = grant(id, ttl, record)
 elseif id_of(entry) == id then
@@ -134,20 +144,27 @@ else
   end
   return {false, redis.call('PTTL', lock)}
 end
-return {string.match(entry, '^%S+ (%d+)'), 0}
+return {token_of(entry), 0}
 """,
 )
 
 # ARGV: 3 id.  Returns 1, or 0 when id did not hold the lock.
 RELEASE = Script(
     "release",
-    _QUEUE
+    _LOCK
     + """
 if id_of(redis.call('GET', lock)) ~= id then
   return 0
 end
 redis.call('DEL', lock)
-hand_over_or_forget()
+if redis.call('EXISTS', queue) == 0 then
+  redis.call('ZREM', names, name)
+  return 1
+end
+"""
+    + _QUEUE
+    + """
+hand_over()
 return 1
 """,
 )
@@ -155,7 +172,8 @@ return 1
 # ARGV: 3 id.  Ends holding and waiting alike.
 LEAVE = Script(
     "leave",
-    _QUEUE
+    _LOCK
+    + _QUEUE
     + """
 if id_of(redis.call('GET', lock)) == id then
   redis.call('DEL', lock)
@@ -172,7 +190,8 @@ return 1
 # Adds nobody to the queue: a beat that arrives after its ticket left changes nothing.
 BEAT = Script(
     "beat",
-    _QUEUE
+    _LOCK
+    + _QUEUE
     + """
 if id_of(redis.call('GET', lock)) == id then
   redis.call('PEXPIRE', lock, ARGV[4])
@@ -186,25 +205,27 @@ return redis.call('PEXPIRE', prefix .. 'ticket:' .. id, ARGV[4])
 # ARGV: 3 token.  Returns 1, or 0 when the lock was not held under that token.
 EVICT = Script(
     "evict",
-    _QUEUE
+    _LOCK
+    + _QUEUE
     + """
 local entry = redis.call('GET', lock)
-if not entry or string.match(entry, '^%S+ (%d+)') ~= ARGV[3] then
+if not entry or token_of(entry) ~= ARGV[3] then
   return 0
 end
 redis.call('DEL', lock)
-hand_over_or_forget()
+hand_over()
 return 1
 """,
 )
 
 # Returns the holder's entry, or nil.
-HOLDER = Script("holder", _QUEUE + "return settle()\n")
+HOLDER = Script("holder", _LOCK + _QUEUE + "return settle()\n")
 
 # Returns {the holder's entry or false, the ticket of each live waiter ...}.
 QUEUE = Script(
     "queue",
-    _QUEUE
+    _LOCK
+    + _QUEUE
     + """
 local found = {settle()}
 for _, waiting in ipairs(redis.call('LRANGE', queue, 0, -1)) do
