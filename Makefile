@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 PYTEST := $(BIN)/python -m pytest
 READY := .venv/ready
 
-.PHONY: help demo test check lint types imports format chaos test-gpu test-netns test-etcd-matrix bench docs constraints clean
+.PHONY: help demo test check lint types imports format chaos test-gpu test-netns test-etcd-matrix bench constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
@@ -48,10 +48,6 @@ test-etcd-matrix: $(READY) # etcd3 and etcd3-fc under every protobuf, each in fo
 
 bench: $(READY) # the measurements in tests/benchmarks
 	$(PYTEST) -s $(wildcard tests/benchmarks/*.py) $(ARGS)
-
-docs: $(READY) # the documentation, into site/
-	$(PIP) -e '.[docs]'
-	$(BIN)/mkdocs build --strict
 
 constraints: $(READY) # pin what is new in pyproject.toml; ARGS=--upgrade pins everything anew
 	$(PIP) uv
