@@ -19,7 +19,6 @@ from concurrent import futures
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -58,6 +57,16 @@ class _StoreTicket(NumberedTicket):
     """To be taken out of its queue by the next beat: what should have done so failed."""
     joining: futures.Future[None] | None = None
     """What gives it a number, which may still come after its time was up."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """What somebody waits for on a line of its own."""
+
+    key: str
+    limit: timedelta
+    wanted: Callable[[], bool]
+    ended: threading.Event
 
 
 class TCPStoreBackend(Backend):
@@ -109,6 +118,7 @@ class TCPStoreBackend(Backend):
             raise
 
     def _start(self) -> None:
+        self._closed = False
         self._pid = os.getpid()
         self._session = uuid.uuid4().hex[:16]
         self._tickets = Tickets(self._session, self._base)
@@ -116,8 +126,7 @@ class TCPStoreBackend(Backend):
         self._mutex = threading.Lock()
         self._open: set[_StoreTicket] = set()
         """What stands in some queue by our doing, and must not be left behind there."""
-        self._awaited: dict[futures.Future[None], str] = {}
-        """The cells that are waited for."""
+        self._waits: dict[futures.Future[None], _Wait] = {}
 
     # -- queues -------------------------------------------------------------------------------------
 
@@ -151,9 +160,16 @@ class TCPStoreBackend(Backend):
         ticket = _ours(ticket)
         if ticket.token is None or ticket not in self._open:
             return False
-        freed = self._end(ticket, lambda: self._tickets.release(ticket))
+        tries = 0
+
+        def steps() -> Steps[bool]:
+            nonlocal tries
+            tries += 1
+            return self._tickets.release(ticket)
+
+        freed = self._end(ticket, steps)
         ticket.gone = True
-        return freed
+        return freed or tries > 1  # a try that broke off may have done it
 
     def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
         deadline = self.clock() + timeout
@@ -204,8 +220,11 @@ class TCPStoreBackend(Backend):
 
     def _end(self, ticket: _StoreTicket, steps: Callable[[], Steps[T]]) -> T:
         """Run what takes *ticket* out of its queue; should it fail, the next beat sees to it."""
-        ticket.unwanted = True
-        done = self._run(steps, self._limit(ticket))
+        try:
+            done = self._run(steps, self._limit(ticket))
+        except BaseException:
+            ticket.unwanted = True
+            raise
         with self._mutex:
             self._open.discard(ticket)
         return done
@@ -236,13 +255,38 @@ class TCPStoreBackend(Backend):
             return
         ticket.listens_to = bell
 
-        def rung(_: futures.Future[None]) -> None:
+        def wanted() -> bool:
+            return ticket.listens_to == bell and ticket.token is None and not ticket.gone
+
+        def ended(_: object) -> None:
             if ticket.listens_to == bell:
                 ticket.listens_to = ""
-                ticket.turn.set()
 
-        waiting = self._lines.start(partial(_wait, keys=[bell], limit=_FOR_EVER))
-        waiting.add_done_callback(rung)
+        waiting = self._wait_for(_Wait(bell, _FOR_EVER, wanted, ticket.turn))
+        waiting.add_done_callback(ended)
+
+    def _wait_for(self, wait: _Wait) -> futures.Future[None]:
+        """Wait for a key on a line of its own."""
+
+        def job(store: Any) -> None:
+            if wait.wanted():
+                _do(store, "wait", [wait.key], wait.limit)
+
+        waiting = self._lines.start(job)
+        self._waits[waiting] = wait
+
+        def ended(_: object) -> None:
+            self._waits.pop(waiting)
+            wait.ended.set()
+
+        waiting.add_done_callback(ended)
+        return waiting
+
+    def _end_unwanted_waits(self, store: Any) -> None:
+        """A compare_set that fails on a missing key wakes who waits for it, on every torch so far."""
+        for wait in list(self._waits.values()):
+            if not wait.wanted():
+                _peek(store, wait.key)
 
     def _give_up_lost(self) -> None:
         """Leave the queues in which a ticket stands that was lost, or that nobody knows how to leave.
@@ -254,6 +298,8 @@ class TCPStoreBackend(Backend):
         for ticket in lost:
             if ticket.joining is None or ticket.joining.done():
                 self.leave(ticket)
+        if any(not wait.wanted() for wait in list(self._waits.values())):
+            self._call(self._end_unwanted_waits)
 
     def _look(self, tickets: list[_StoreTicket], reading: Reading, timeout: float) -> float | None:
         """Time those ahead of our waiters in each queue, all at once."""
@@ -287,18 +333,17 @@ class TCPStoreBackend(Backend):
         while True:
             value = self.get(key)
             left = deadline - self.clock()
+            if self._closed:
+                raise BackendUnavailable(f"{self!r} is closed")
             if value is not None or left <= 0:
                 return value
-            # A wait that runs out inside torch prints warnings, so it is given longer than we wait,
-            # and ended by the peek below: a compare_set that fails on a missing key wakes who waits.
-            limit = timedelta(seconds=left + _SLACK_S)
-            waiting = self._lines.start(partial(_wait, keys=[cell], limit=limit))
-            self._awaited[waiting] = cell
-            waiting.add_done_callback(self._awaited.pop)
-            done, _ = futures.wait([waiting], left)
-            if not done:
-                value = self._call(lambda store: _peek(store, cell))
-                return None if value is None else value[1:]
+            # A wait that runs out inside torch prints warnings: it is given longer, and ended otherwise.
+            wait = _Wait(cell, timedelta(seconds=left + _SLACK_S), _yes, threading.Event())
+            self._wait_for(wait)
+            if not wait.ended.wait(left):
+                wait.wanted = _no
+                self._call(self._end_unwanted_waits)
+                return self.get(key)
 
     def delete(self, key: str) -> None:
         self._call(lambda store: _do(store, "delete_key", _cell(key)))
@@ -311,17 +356,22 @@ class TCPStoreBackend(Backend):
             return
         with self._mutex:
             tickets, self._open = list(self._open), set()
-        cells = set(self._awaited.values())
         for ticket in tickets:
             ticket.gone = True
             ticket.turn.set()
+        waits, self._closed = list(self._waits.values()), True
+        for wait in waits:
+            wait.wanted = _no
+            wait.ended.set()
 
         def wind_up(store: Any) -> None:
-            for ticket in tickets:  # which also ends the wait for its bell
+            for ticket in tickets:
                 self._drive(self._tickets.leave(ticket), store)
-            for cell in cells:
-                _peek(store, cell)
             _do(store, "delete_key", f"beat/{self._session}")
+            deadline = time.monotonic() + _GOODBYE_S
+            while self._waits and time.monotonic() < deadline:  # some may only be about to begin
+                self._end_unwanted_waits(store)
+                time.sleep(0.001)
 
         with suppress(BackendError):
             self._call(wind_up, _GOODBYE_S)
@@ -418,14 +468,14 @@ class TCPStoreBackend(Backend):
     def _connect(self) -> Any:
         if isinstance(self._injected, self._dist.PrefixStore):
             return self._injected.clone()  # the only way to keep its prefix
-        limit = timedelta(seconds=_DIAL_S)
+        limit = timedelta(seconds=self._timeout if self._in_doubt else _DIAL_S)
         return self._dist.TCPStore(
             self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit
         )
 
     def _check_mark(self, store: Any) -> None:
         if not self._mark:
-            mark = f"{int(time.time()) << 30} {uuid.uuid4().hex}".encode()
+            mark = f"{int(time.time() * 1000) << 20} {uuid.uuid4().hex}".encode()
             self._mark = _do(store, "compare_set", "dprims", b"", mark)
             self._tickets.base = self._base
         elif _peek(store, "dprims") != self._mark:
@@ -442,7 +492,7 @@ class TCPStoreBackend(Backend):
     def _run(self, steps: Callable[[], Steps[T]], timeout: float | None = None) -> T:
         return self._call(lambda store: self._drive(steps(), store), timeout)
 
-    def _drive(self, steps: Steps[T], store: Any, stop: Callable[[], bool] = bool) -> T:
+    def _drive(self, steps: Steps[T], store: Any, stop: Callable[[], bool] | None = None) -> T:
         reply = None
         while True:
             try:
@@ -450,7 +500,7 @@ class TCPStoreBackend(Backend):
             except StopIteration as done:
                 result: T = done.value
                 return result
-            if stop():
+            if stop is not None and stop():
                 raise BackendUnavailable(f"{self.url} answered too late")
             reply = self.clock() if operation is CLOCK else _do(store, *operation)
 
@@ -510,10 +560,6 @@ def _do(store: Any, operation: str, *arguments: Any) -> Any:
         raise _Broken(f"{operation}: {_first_line(error)}") from error
 
 
-def _wait(store: Any, keys: list[str], limit: timedelta) -> None:
-    _do(store, "wait", keys, limit)
-
-
 def _peek(store: Any, key: str) -> bytes | None:
     """Read a key that may be missing: compare_set then answers with what was expected."""
     value: bytes = _do(store, "compare_set", key, _ABSENT, _ABSENT)
@@ -544,6 +590,14 @@ def _change_cell(store: Any, cell: str, expected: bytes | None, value: bytes) ->
             return stands[1:]
         if not _do(store, "check", [cell]):  # torch answers with what was expected
             return None
+
+
+def _yes() -> bool:
+    return True
+
+
+def _no() -> bool:
+    return False
 
 
 def _ours(ticket: Ticket) -> _StoreTicket:

@@ -2,53 +2,71 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import sys
+import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import dprims
-from dprims.testing.servers import Server
 
 KINDS = ("memory", "tcpstore", "redis", "etcd")
 LIMIT_S = 30.0
 """How long anything may take that has to happen: a bound on hangs."""
 
-_SERVE = """
-import sys, threading
-import dprims
-served = dprims.connect(f"tcpstore://127.0.0.1:{sys.argv[1]}?serve=1")
-print("serving", served.url, flush=True)
-threading.Event().wait()
-"""
 
-
-class TCPStoreServer(Server):
+class TCPStoreServer:
     """A process that serves a TCPStore, to be killed and frozen. It keeps nothing."""
 
-    distribution = "torch"
-
-    @classmethod
-    def _find_program(cls) -> str:
-        return sys.executable
+    def __init__(self) -> None:
+        self.port = 0
+        self.start()
 
     @property
     def url(self) -> str:
         return f"tcpstore://127.0.0.1:{self.port}"
 
-    def _arguments(self) -> list[str]:
-        root = os.path.dirname(os.path.dirname(dprims.__file__))
-        return ["-c", f"import sys; sys.path.insert(0, {root!r})\n{_SERVE}", str(self.port)]
+    def start(self) -> None:
+        """Serve, on the same port as before if there was one."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed"])
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self.port, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert ours.poll(LIMIT_S), "the store's process says nothing"
+        self.port = ours.recv()
 
-    def _launch(self, deadline: float) -> bool:
-        self._log_path.unlink(missing_ok=True)
-        return super()._launch(deadline)
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(LIMIT_S)
 
-    def _answers(self) -> bool:
-        return f"serving {self.url}" in self.log
+    def freeze(self) -> None:
+        os.kill(self._process.pid or 0, signal.SIGSTOP)
+        until(lambda: process_state(self._process.pid or 0) in "Tt", "a stopped store")
+
+    def thaw(self) -> None:
+        os.kill(self._process.pid or 0, signal.SIGCONT)
+
+    def __enter__(self) -> TCPStoreServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+
+
+def _serve(port: int, pipe: Connection) -> None:
+    served = dprims.connect(f"tcpstore://127.0.0.1:{port}?serve=1")
+    pipe.send(int(served.url.rpartition(":")[2]))
+    threading.Event().wait()
+
+
+def process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @dataclass(frozen=True)
@@ -58,10 +76,6 @@ class Service:
     kind: str
     url: str
     ttl: float
-
-    def lock_name(self) -> str:
-        """A name that no other test uses."""
-        return f"lock-{uuid.uuid4().hex[:10]}"
 
     @property
     def takeover_s(self) -> float:

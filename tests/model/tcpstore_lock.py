@@ -122,13 +122,7 @@ class World:
 
     def moves(self, state: State) -> Iterator[tuple[str, State]]:
         """Each thing that can happen next, with its name."""
-        threads = [
-            (i, thread)
-            for i, client in enumerate(state.clients)
-            if client.state == "live"
-            for thread in ("caller", "heart")
-            if self.can_run(state, i, thread)
-        ]
+        threads = self.runnable(state)
         # Reading a clock commutes with what other threads do: it goes first, unless time or a fault does.
         local = [(i, t) for i, t in threads if (p := getattr(state.clients[i], t)) and p.wants == CLOCK]
         for i, thread in local[:1] or threads:
@@ -155,6 +149,15 @@ class World:
         elif state.idle_lapses and self.may_lapse(state, idly=True):
             idler = state._replace(idle_lapses=state.idle_lapses - 1, lapses=state.lapses + 1)
             yield "time passes idly", self.lapse(idler)
+
+    def runnable(self, state: State) -> list[tuple[int, str]]:
+        return [
+            (i, thread)
+            for i, client in enumerate(state.clients)
+            if client.state == "live"
+            for thread in ("caller", "heart")
+            if self.can_run(state, i, thread)
+        ]
 
     def can_run(self, state: State, i: int, thread: str) -> bool:
         client = state.clients[i]
@@ -346,7 +349,8 @@ class World:
                 raise Violation(f"{entering.session} is in before {other.session}, who came first")
 
     def check_end(self, state: State) -> None:
-        """Nothing can happen any more: everybody who lives must be done, and have tidied up."""
+        """Nothing can happen any more but that time passes: who lives must come to its end, and tidy up."""
+        state = self.run_out(state)
         stuck = [c.session for c in state.clients if c.state == "live" and c.doing != "done"]
         if stuck:
             raise Violation(f"{', '.join(stuck)} wait for ever")
@@ -355,6 +359,19 @@ class World:
             lines = [key for key, _ in state.store if key.startswith("line/")]
             if left or len(lines) > 1:
                 raise Violation(f"left behind: {left or lines}")
+
+    def run_out(self, state: State) -> State:
+        """Let time pass, and everybody do what it can, in turn."""
+        for _ in range(3 * self.clients):
+            if not self.may_lapse(state, idly=False):
+                break
+            state = self.lapse(state)
+            while runnable := self.runnable(state):
+                for i, thread in runnable:
+                    if self.can_run(state, i, thread):
+                        state = self.step(state, i, thread)
+                        self.check(state)
+        return state
 
 
 class Run(NamedTuple):
