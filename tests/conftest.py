@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -16,7 +17,10 @@ from typing import Any
 
 import pytest
 
+import dprims
 from dprims.testing.servers import EtcdServer, RedisServer
+
+from .helpers.services import KINDS, Service
 
 # torch's store server looks up the name of every client, and stands still while it waits for an answer:
 # no nameserver is asked here.
@@ -48,6 +52,24 @@ def etcd_server() -> Iterator[EtcdServer]:
 def outliving() -> list[Any]:
     """What lives longer than a test on purpose: add an object whose ``pids`` are its processes, now."""
     return _session_servers
+
+
+@pytest.fixture(scope="session")
+def services(redis_server: RedisServer, etcd_server: EtcdServer) -> Iterator[dict[str, Service]]:
+    """Each of the services that a lock runs on, shared by all tests."""
+    with dprims.connect("tcpstore://127.0.0.1:0?serve=1") as served:
+        yield {
+            "memory": Service("memory", f"memory://{uuid.uuid4().hex}", 0.5),
+            "tcpstore": Service("tcpstore", served.url, 0.8),
+            "redis": Service("redis", redis_server.url, 0.8),
+            "etcd": Service("etcd", etcd_server.url, 2.0),
+        }
+
+
+@pytest.fixture(params=KINDS)
+def service(request: pytest.FixtureRequest, services: dict[str, Service]) -> Service:
+    """One service after the other; ``indirect`` parameters choose among them."""
+    return services[request.param]
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
 
 import dprims
 from dprims.testing.backend_conformance import BackendConformance
-from dprims.testing.servers import EtcdServer, RedisServer
+
+from .helpers.services import Service
 
 
 class _ByUrl(BackendConformance):
@@ -26,23 +26,25 @@ class TestMemory(_ByUrl):
 
 
 class TestTCPStore(_ByUrl):
+    ttl = 0.7
+
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def serve(cls) -> Iterator[None]:
-        with dprims.connect("tcpstore://127.0.0.1:0?serve=1") as served:
-            cls.url = served.url
-            yield
+    def serve(cls, services: dict[str, Service]) -> None:
+        cls.url = services["tcpstore"].url
 
 
 class TestRedis(_ByUrl):
+    ttl = 0.7
+
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def serve(cls, redis_server: RedisServer) -> None:
-        cls.url = redis_server.url
+    def serve(cls, services: dict[str, Service]) -> None:
+        cls.url = services["redis"].url
 
 
 class TestEtcd(_ByUrl):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def serve(cls, etcd_server: EtcdServer) -> None:
-        cls.url = etcd_server.url
+    def serve(cls, services: dict[str, Service]) -> None:
+        cls.url = services["etcd"].url

@@ -29,25 +29,8 @@ from dprims import (
 )
 from dprims import lock as lock_module
 from dprims.session import Session
-from dprims.testing.servers import EtcdServer, RedisServer
 
-from .helpers.services import KINDS, LIMIT_S, Service, in_thread, until
-
-
-@pytest.fixture(scope="module")
-def services(redis_server: RedisServer, etcd_server: EtcdServer) -> Iterator[dict[str, Service]]:
-    with dprims.connect("tcpstore://127.0.0.1:0?serve=1") as served:
-        yield {
-            "memory": Service("memory", f"memory://{uuid.uuid4().hex}", 0.5),
-            "tcpstore": Service("tcpstore", served.url, 0.8),
-            "redis": Service("redis", redis_server.url, 0.8),
-            "etcd": Service("etcd", etcd_server.url, 2.0),
-        }
-
-
-@pytest.fixture(params=KINDS)
-def service(request: pytest.FixtureRequest, services: dict[str, Service]) -> Service:
-    return services[request.param]
+from .helpers.services import LIMIT_S, Service, in_thread, until
 
 
 @pytest.fixture

@@ -1,0 +1,144 @@
+"""DistributedLock between processes that are killed, frozen and cut off, on every backend that spans them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from urllib.parse import urlsplit
+
+import pytest
+
+import dprims
+from dprims import DistributedLock, LockLost
+from dprims.testing.lock_process import LockProcess
+from dprims.testing.servers import EtcdServer, RedisServer
+
+from .helpers.chaos import Cutter, History, Register, Section, Worker
+from .helpers.services import KINDS, LIMIT_S, Service, TCPStoreServer, until
+
+SPANNING = pytest.mark.parametrize("service", KINDS[1:], indirect=True)
+SEED = int(os.environ.get("DPRIMS_CHAOS_SEED", "7"))
+
+
+@pytest.fixture
+def name() -> str:
+    return f"lock-{uuid.uuid4().hex[:10]}"
+
+
+@pytest.fixture
+def backend(service: Service) -> Iterator[dprims.Backend]:
+    with dprims.connect(service.url) as opened:
+        yield opened
+
+
+@SPANNING
+def test_death_and_frost_anywhere_in_the_queue(service: Service, backend: dprims.Backend, name: str) -> None:
+    """Holder and waiters, several at once: the living come in in their order, the thawed at the end."""
+    lock = DistributedLock(name, backend, ttl=service.ttl)
+    with ExitStack() as stack:
+        queue = [stack.enter_context(LockProcess(service.url)) for _ in range(6)]
+        asked = []
+        for i, process in enumerate(queue):
+            asked.append(process.acquire(name, service.ttl))
+            until(lambda i=i: len(lock.waiters()) == i and lock.owner(), f"process {i} in the queue")
+        first = asked[0].result(LIMIT_S)
+        queue[2].kill()
+        queue[3].freeze()
+        queue[0].kill()
+        tokens = [first]
+        for i in (1, 4, 5):
+            tokens.append(asked[i].result(service.takeover_s))
+            for later in range(i + 1, 6):
+                assert later in (2, 3) or not asked[later].done(), f"{later} is in beside {i}"
+            if i == 4:
+                queue[3].thaw()
+                until(lambda: [w.pid for w in lock.waiters()][-1:] == [queue[3].pid], "the thawed one")
+            queue[i].release(name).result(LIMIT_S)
+        tokens.append(asked[3].result(LIMIT_S))
+        assert tokens == sorted(set(tokens))
+        queue[3].release(name).result(LIMIT_S)
+
+
+@SPANNING
+def test_a_frozen_holder_learns_that_its_time_is_over(
+    service: Service, backend: dprims.Backend, name: str
+) -> None:
+    lock = DistributedLock(name, backend, ttl=service.ttl)
+    register = dprims.FencedResource()
+    with LockProcess(service.url) as holder:
+        token = holder.acquire(name, service.ttl).result(LIMIT_S)
+        assert token is not None
+        holder.freeze()
+        with lock as grant:
+            register.check(grant.token)
+            holder.thaw()
+            assert holder.lost(name).result(LIMIT_S)
+            assert holder.reported(name).result(LIMIT_S) == token
+            assert isinstance(holder.release(name).exception(LIMIT_S), LockLost)
+            with pytest.raises(LockLost):
+                register.check(token)
+            grant.verify()
+
+
+def test_the_checker_sees_what_is_wrong() -> None:
+    def history(*sections: Section, refused: tuple[int, ...] = ()) -> History:
+        made = History.__new__(History)
+        made.register, made.log = Register(), []
+        made.workers = [Worker(0, None, list(sections), list(refused))]
+        return made
+
+    assert history(Section(0, 1, 0.0, 1.0), Section(0, 2, 1.1, 2.0)).check() == 2
+    for wrong in (
+        history(Section(0, 1, 0.0, 1.0), Section(1, 2, 0.9, 2.0)),
+        history(Section(0, 2, 0.0, 1.0), Section(1, 1, 1.1, 2.0)),
+        history(Section(0, 1, 0.0, 1.0), refused=(1,)),
+    ):
+        with pytest.raises(AssertionError):
+            wrong.check()
+
+
+FAULTS = {"kill": 0.6, "freeze": 1.2, "cut": 0.4, "stall": 0.2}
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_short_history_under_faults(kind: str, services: dict[str, Service]) -> None:
+    service = services[kind]
+    parts = urlsplit(service.url)
+    assert parts.port is not None
+    cutter = Cutter(parts.port)
+    through = service.url.replace(f":{parts.port}", f":{cutter.port}")
+    faults = {fault: rate for fault, rate in FAULTS.items() if fault != "stall"}
+    history = History(through, service.ttl, 4, SEED)
+    try:
+        history.run(4.0, faults, cutter=cutter)
+        history.settle()
+    finally:
+        history.close()
+        cutter.close()
+    assert history.check() > 20, history.log
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_long_history_under_faults(kind: str) -> None:
+    """A minute of everything; ``DPRIMS_CHAOS_SEED`` repeats or varies it."""
+    servers = {
+        "tcpstore": TCPStoreServer,
+        "redis": lambda: RedisServer(persist=True),
+        "etcd": EtcdServer,
+    }
+    with servers[kind]() as server:
+        cutter = Cutter(server.port)
+        through = server.url.replace(f":{server.port}", f":{cutter.port}")
+        faults = FAULTS | ({} if kind == "tcpstore" else {"restart": 0.1})
+        history = History(through, {"etcd": 2.0}.get(kind, 1.0), 6, SEED)
+        try:
+            history.run(60.0, faults, server, cutter)
+            history.settle()
+        finally:
+            history.close()
+            cutter.close()
+    assert history.check() > 100, history.log
