@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 PYTEST := $(BIN)/python -m pytest
 READY := .venv/ready
 
-.PHONY: help demo test check lint types imports format chaos test-gpu test-netns test-etcd-matrix bench constraints clean
+.PHONY: help demo test check lint types imports format chaos test-gpu test-slow test-netns test-etcd-matrix bench constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
@@ -39,6 +39,9 @@ chaos: $(READY) # long runs under random kills, freezes and partitions
 
 test-gpu: $(READY) # the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
+
+test-slow: $(READY) # the fault matrix, the model check, torchrun jobs, the examples
+	$(PYTEST) -m "slow and not chaos" $(ARGS)
 
 test-netns: $(READY) # partitions between network namespaces; as root, with iproute2
 	$(PYTEST) -m netns $(ARGS)

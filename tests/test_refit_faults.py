@@ -42,6 +42,8 @@ from dprims.testing.faults import Fault, InjectedFault
 from dprims.testing.servers import RedisServer
 from dprims.testing.weights import ToySink, ToySource
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60.0
 BUCKET = 64 << 10
 TTL_S = 1.0

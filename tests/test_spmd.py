@@ -42,6 +42,8 @@ from dprims.synchronizer.transfer import TransferStats
 from dprims.testing.faults import Fault, FaultInjector
 from dprims.testing.weights import ToySink, ToySource
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun_refit.py"
 LIMIT_S = 60.0
 STAGES = 2

@@ -9,6 +9,8 @@ from .mutations import MUTATIONS, Mutation
 from .parts import FAULTS, Config, Violation
 from .world import World
 
+pytestmark = pytest.mark.slow
+
 # Complete searches, together well under a minute: configuration, and how many states it has at least.
 BRIEF = {
     "two ranks": (Config(shards=(2,)), 20_000),
