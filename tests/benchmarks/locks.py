@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import multiprocessing
 import os
 import platform
-import random
 import select
 import socket
 import statistics
@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # for pytest, which does not
 
-from lock_contestants import CONTESTANTS, Contestant
+from lock_contestants import CONTESTANTS, Contestant, ours
 
 import dprims
 from dprims.testing.servers import EtcdServer, RedisServer
@@ -107,21 +107,29 @@ def _contender(entry: int, url: str, hold_s: float, seconds: float, together: An
 # -- alone ------------------------------------------------------------------------------------------
 
 
-def alone(entries: Sequence[Contestant], url: str, rounds: int = 30, pairs: int = 40) -> dict[str, float]:
-    """Seconds per acquire and release, in the quickest of rounds that take turns in a random order."""
-    ready = {entry.name: entry.make(url) for entry in entries}
-    spent: dict[str, list[float]] = {name: [] for name in ready}
-    order, shuffle = list(ready.items()), random.Random(0).shuffle
-    for warm in range(rounds + 1):
-        shuffle(order)
-        for name, (acquire, release) in order:
-            began = time.perf_counter()
-            for _ in range(pairs):
-                acquire()
-                release()
-            if warm:
-                spent[name].append((time.perf_counter() - began) / pairs)
-    return {name: min(times) for name, times in spent.items()}
+def alone(entry: Contestant, url: str) -> tuple[float, float]:
+    """Seconds per acquire and release of ours and of *entry*, which take turns in a process of their own."""
+    context = multiprocessing.get_context("spawn")
+    result = context.SimpleQueue()
+    process = context.Process(target=_take_turns, args=(CONTESTANTS.index(entry), url, result))
+    process.start()
+    spent: tuple[float, float] = result.get()
+    process.join()
+    return spent
+
+
+def _take_turns(entry: int, url: str, result: Any, rounds: int = 40, pairs: int = 50) -> None:
+    ready = [ours(url), CONTESTANTS[entry].make(url)]
+    best = [math.inf, math.inf]
+    for turn in range(2 * rounds):
+        acquire, release = ready[turn % 2]
+        began = time.perf_counter()
+        for _ in range(pairs):
+            acquire()
+            release()
+        best[turn % 2] = min(best[turn % 2], (time.perf_counter() - began) / pairs)
+    result.put(tuple(best))
+    os._exit(0)  # without what peers do at exit
 
 
 # -- work at the server -----------------------------------------------------------------------------
@@ -250,37 +258,18 @@ def measure(
             here = [entry for entry in CONTESTANTS if entry.server == server and entry.here]
             away = [entry.name for entry in CONTESTANTS if entry.server == server and not entry.here]
             missing = f" Not installed: {', '.join(away)}." if away else ""
-            lines += [
-                f"## {server}",
-                "",
-                f"Alone: one process, acquire and release, the quickest of 30 rounds of 40.{missing}",
-                "",
-            ]
-            spent = alone(here, url)
-            rows = [(name, f"{1e6 * one:.0f}", f"{one / spent['dprims']:.2f}") for name, one in spent.items()]
-            lines += table(("", "us a pair", "of ours"), rows)
-            for peer, limit in (("redis-py", 1.25), ("etcd3-fc", 0.6)):
-                if peer in spent:
-                    bounds.append(
-                        Bound(f"{server}: a pair, of {peer}'s", spent["dprims"] / spent[peer], limit)
-                    )
+            lines += [f"## {server}", "", f"{ALONE}{missing}", ""]
+            rows = []
+            for entry in here[1:]:
+                us, them = alone(entry, url)
+                rows.append((entry.name, f"{1e6 * them:.0f}", f"{1e6 * us:.0f}", f"{us / them:.2f}"))
+                if limit := PAIR_LIMITS.get(entry.name):
+                    bounds.append(Bound(f"{server}: a pair, of {entry.name}'s", us / them, limit))
+            lines += table(("", "us a pair", "dprims", "ratio"), rows)
 
             lines += [f"{processes} processes, each holding {1e3 * hold_s:.0f} ms, {seconds:g} s.", ""]
             seen = {entry.name: contend(entry, url, processes, hold_s, seconds) for entry in here}
-            head = (
-                "",
-                "had",
-                "least",
-                "most",
-                "fairness",
-                "wait p50",
-                "p99",
-                "max ms",
-                "hand-overs",
-                "p50",
-                "p99 ms",
-            )
-            lines += table(head, [(name, *_row(one)) for name, one in seen.items()])
+            lines += table(CONTENDED, [(name, *_row(one)) for name, one in seen.items()])
             bounds += _bounds(server, seen)
 
             lines += [f"Work at the server for one acquire and release, in {WORK[server]}, by waiters.", ""]
@@ -294,6 +283,11 @@ def measure(
     return lines, bounds
 
 
+ALONE = "Acquire and release by one process, the quickest of 40 rounds of 50; each takes turns with dprims."
+PAIR_LIMITS = {"redis-py": 1.25, "etcd3-fc": 0.6}
+CONTENDED = tuple(
+    ["", "had", "least", "most", "fairness", "wait p50", "p99", "max ms", "hand-overs", "p50", "p99 ms"]
+)
 WORK = {
     "redis": "commands, those inside scripts too",
     "etcd": "calls",
