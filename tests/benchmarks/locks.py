@@ -285,8 +285,18 @@ def measure(
 
 ALONE = "Acquire and release by one process, the quickest of 40 rounds of 50; each takes turns with dprims."
 PAIR_LIMITS = {"redis-py": 1.25, "etcd3-fc": 0.6}
-CONTENDED = tuple(
-    ["", "had", "least", "most", "fairness", "wait p50", "p99", "max ms", "hand-overs", "p50", "p99 ms"]
+CONTENDED = (
+    "",
+    "had",
+    "least",
+    "most",
+    "fairness",
+    "wait p50",
+    "p99",
+    "max ms",
+    "hand-overs",
+    "p50",
+    "p99 ms",
 )
 WORK = {
     "redis": "commands, those inside scripts too",
