@@ -105,7 +105,7 @@ class Toy(Backend):
 
 class ToySuite(BackendConformance):
     ttl = 0.3
-    patience_s = 1.0
+    patience_s = 0.6
     backend: ClassVar[type[Toy]] = Toy
 
     def setup_method(self) -> None:
@@ -196,7 +196,7 @@ class NobodyIsWoken(Toy):
     def await_turn(self, ticket: Ticket, timeout: float) -> bool:
         if super().await_turn(ticket, 0) or not timeout:
             return ticket.held
-        threading.Event().wait(timeout if timeout < 2 else 2)
+        threading.Event().wait(min(timeout, 2))
         return super().await_turn(ticket, 0)
 
 

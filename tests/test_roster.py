@@ -64,6 +64,7 @@ def test_members_come_and_go(roster: Roster, elsewhere: Roster) -> None:
     assert not second.lost
 
 
+@pytest.mark.parametrize("service", ["memory", "tcpstore"], indirect=True)
 def test_an_entry_is_kept_for_as_long_as_its_member_lives(
     service: Service, roster: Roster, elsewhere: Roster
 ) -> None:

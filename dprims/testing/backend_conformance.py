@@ -185,7 +185,7 @@ class BackendConformance:
         """A holder that beats keeps the lock for longer than its ttl."""
         holder, waiter = self._join(self.a), self._join(self.b)
         with self._kept(self.a, holder), self._kept(self.b, waiter):
-            _expect(not self.b.await_turn(waiter, self.ttl * 2), "the lock of a beating holder was taken")
+            _expect(not self.b.await_turn(waiter, self.ttl * 1.5), "the lock of a beating holder was taken")
             _expect(not Session.of(self.a).lost(holder), "a beating holder counts as lost")
             _expect(self.a.release(holder), "release of a held lock said it was not held")
 
@@ -220,7 +220,9 @@ class BackendConformance:
         self.a.release(holder)
         _expect(self.b.await_turn(patient, self.patience_s), "the second was not let in")
         with self._kept(self.a, waiter):
-            _expect(not self.a.await_turn(waiter, 2 * self.ttl), "a ttl other than the holder's own was kept")
+            _expect(
+                not self.a.await_turn(waiter, 1.5 * self.ttl), "a ttl other than the holder's own was kept"
+            )
         self.b.beat([patient], self.patience_s)
         _expect(patient.held, "a holder lost the lock before its own ttl was over")
 
