@@ -311,7 +311,7 @@ def _serve(server: str, stack: ExitStack) -> tuple[str, Callable[[], int], str]:
         url = stack.enter_context(RedisServer()).url
         return url, redis_commands(url), url
     if server == "etcd":
-        url = stack.enter_context(EtcdServer()).url
+        url = stack.enter_context(EtcdServer(options=("--unsafe-no-fsync=false",))).url
         return url, etcd_calls(url), url
     url = stack.enter_context(dprims.connect("tcpstore://127.0.0.1:0?serve=1")).url
     proxied, count = stack.enter_context(counting_proxy(url))
@@ -383,7 +383,8 @@ HEAD = """# Locks: speed
 
 Repeat with `python tests/benchmarks/locks.py --write docs/benchmarks-locks.md`; peers take part when they are
 installed (`pip install python-redis-lock pottery tooz etcd3gw etcd3-fc`). Compare numbers of one table
-only: all contestants of a table met the same server in the same run.
+only: all contestants of a table met the same server in the same run. Redis keeps nothing on disk here, and
+etcd waits for the disk.
 
 {machine}
 """
