@@ -231,8 +231,8 @@ class Tickets:
         ahead = [sights[number] for number in range(head.number, last)]
         return min((min(s.ttl / 8, max(s.since + s.ttl - now, 0.0)) for s in ahead), default=GRACE_S)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Keep what was seen of *names* only: nothing of ours waits elsewhere."""
+    def keep_sights_of(self, names: Iterable[str]) -> None:
+        """Forget what was seen of queues other than *names*: nothing of ours waits there."""
         self._sights = {name: self._sights[name] for name in names if name in self._sights}
 
     def evict(self, name: str, number: int) -> Steps[bool]:

@@ -307,7 +307,9 @@ class TCPStoreBackend(Backend):
         for ticket in tickets:
             if ticket.token is None and not ticket.gone:
                 lasts[ticket.name] = max(lasts.get(ticket.name, 0), ticket.number)
-        self._tickets.forget(lasts)
+        with self._mutex:  # not only *tickets*: a single one may be asked about in between
+            waiting = {ticket.name for ticket in self._open if ticket.token is None}
+        self._tickets.keep_sights_of(waiting)
         if not lasts:
             return None
 

@@ -312,6 +312,18 @@ def test_a_holder_that_is_starved_knows_before_any_beat(
     assert grant.lost, "sticky"
 
 
+def test_verifying_one_lock_puts_off_nothing_of_another(
+    service: Service, backend: dprims.Backend, other: dprims.Backend, name: str
+) -> None:
+    dead = other.enqueue(f"dprims/{name}", service.ttl, b"{}")
+    with DistributedLock(f"{name}/other", backend, ttl=service.ttl) as grant:
+        waiting = in_thread(lambda: DistributedLock(name, backend, ttl=service.ttl).acquire(timeout=LIMIT_S))
+        until(lambda: grant.verify() or backend.queue(f"dprims/{name}")[0].token != dead.token, "the lapse")
+    next_one = waiting()
+    assert isinstance(next_one, Grant)
+    next_one.release()
+
+
 def test_verify_asks_the_server(backend: dprims.Backend, other: dprims.Backend, name: str) -> None:
     lock = DistributedLock(name, backend, ttl=30)
     grant = lock.acquire(timeout=LIMIT_S)
