@@ -118,7 +118,7 @@ def alone(entry: Contestant, url: str) -> tuple[float, float]:
     return spent
 
 
-def _take_turns(entry: int, url: str, result: Any, rounds: int = 40, pairs: int = 50) -> None:
+def _take_turns(entry: int, url: str, result: Any, rounds: int = 150, pairs: int = 20) -> None:
     ready = [ours(url), CONTESTANTS[entry].make(url)]
     best = [math.inf, math.inf]
     for turn in range(2 * rounds):
@@ -283,7 +283,7 @@ def measure(
     return lines, bounds
 
 
-ALONE = "Acquire and release by one process, the quickest of 40 rounds of 50; each takes turns with dprims."
+ALONE = "Acquire and release by one process, the quickest of 150 rounds of 20; each takes turns with dprims."
 PAIR_LIMITS = {"redis-py": 1.25, "etcd3-fc": 0.6}
 CONTENDED = (
     "",
@@ -339,7 +339,7 @@ def _bounds(server: str, seen: dict[str, Contended]) -> list[Bound]:
         Bound(f"{server}: longest wait in s", us.waits[-1], 2 * us.ideal_wait + slack),
     ]
     # who hands over only when a poll happens to hit the right moment looks quick
-    enough = len(us.hand_overs) / 2
+    enough = len(us.hand_overs) / 4
     peers = [one.hand_overs for one in seen.values() if one is not us and len(one.hand_overs) >= enough]
     if peers:
         best, best_p99 = min(map(statistics.median, peers)), min(map(_p99, peers))
