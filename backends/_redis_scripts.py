@@ -118,33 +118,35 @@ ACQUIRE = Script(
     _LOCK
     + """
 local ttl, record = ARGV[4], ARGV[5]
-if redis.call('EXISTS', lock, queue) == 0 then
+local entry = redis.call('GET', lock)
+if id_of(entry) == id then
+  redis.call('PEXPIRE', lock, ttl)
+  redis.call('DEL', prefix .. 'wake:' .. id)
+  return {token_of(entry), 0}
+end
+if not entry and redis.call('EXISTS', queue) == 0 then
   return {token_of(grant(id, ttl, record)), 0}
 end
 """
     + _QUEUE
     + """
-local ticket = prefix .. 'ticket:' .. id
-local entry = settle()
-if not entry then
-  entry = grant(id, ttl, record)
-elseif id_of(entry) == id then
-  redis.call('PEXPIRE', lock, ttl)
+entry = entry or hand_over() or grant(id, ttl, record)
+if id_of(entry) == id then
   redis.call('DEL', prefix .. 'wake:' .. id)
-else
-  if redis.call('PEXPIRE', ticket, ttl) == 0 then
-    redis.call('SET', ticket, ttl .. ' ' .. record, 'PX', ttl)
-    if not redis.call('LPOS', queue, id) then
-      redis.call('RPUSH', queue, id)
-    end
-  end
-  if not keep_queue(ttl) then
-    redis.call('RPUSH', queue, id)
-    keep_queue(ttl)
-  end
-  return {false, redis.call('PTTL', lock)}
+  return {token_of(entry), 0}
 end
-return {token_of(entry), 0}
+local ticket = prefix .. 'ticket:' .. id
+if redis.call('PEXPIRE', ticket, ttl) == 0 then
+  redis.call('SET', ticket, ttl .. ' ' .. record, 'PX', ttl)
+  if not redis.call('LPOS', queue, id) then
+    redis.call('RPUSH', queue, id)
+  end
+end
+if not keep_queue(ttl) then
+  redis.call('RPUSH', queue, id)
+  keep_queue(ttl)
+end
+return {false, redis.call('PTTL', lock)}
 """,
 )
 
