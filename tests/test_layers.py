@@ -56,7 +56,7 @@ LAYERS = (
     Layer(("__main__",), may=("cli",)),
     Layer(("backend",), lazily=("session",)),
     Layer(("torchstore",), packages_lazily=("torch",)),
-    Layer(("backends._*",), may=("backend", "backends.*"), packages=CLIENTS),
+    Layer(("backends._*",), may=("backend", "backends.*", "torchstore"), packages=CLIENTS),
     Layer(("backends", "backends.*"), may=("backend", "backends.*", "torchstore"), packages_lazily=CLIENTS),
     Layer(LOCKS, may=("backend", *LOCKS)),
     Layer(("layout",), may=PURE, lazily=("mesh",), as_types=("tied",), never=OUTSIDE),

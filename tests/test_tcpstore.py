@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 import dprims
 from dprims import BackendMisconfigured, BackendUnavailable, DistributedLock, LockLost
-from dprims.backends import tcpstore
+from dprims.backends import _tcpstore_link
+from dprims.backends._tcpstore_link import StoreLink
 from dprims.backends._tickets import BLOCK
 from dprims.backends.tcpstore import TCPStoreBackend
 from dprims.testing.lock_process import LockProcess
@@ -159,7 +160,7 @@ def test_tokens_of_a_newer_store_are_larger(name: str, monkeypatch: pytest.Monke
     tokens = []
     for later in (0, 0.001):
         now = time.time() + later
-        monkeypatch.setattr(tcpstore.time, "time", lambda now=now: now)
+        monkeypatch.setattr(_tcpstore_link.time, "time", lambda now=now: now)
         with TCPStoreBackend(client=dist.HashStore()) as backend, DistributedLock(name, backend) as grant:
             tokens.append(grant.token)
     assert tokens[0] < tokens[1] < 1 << 63
@@ -196,13 +197,13 @@ class Counted:
 def counted(served: dprims.Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Counted]]]:
     """A backend all of whose connections are counted."""
     stores: list[Counted] = []
-    connect = TCPStoreBackend._connect
+    connect = StoreLink._connect
 
-    def connect_counted(self: TCPStoreBackend) -> Counted:
+    def connect_counted(self: StoreLink) -> Counted:
         stores.append(Counted(connect(self)))
         return stores[-1]
 
-    monkeypatch.setattr(TCPStoreBackend, "_connect", connect_counted)
+    monkeypatch.setattr(StoreLink, "_connect", connect_counted)
     with dprims.connect(served.url) as backend:
         yield backend, stores
 
@@ -264,7 +265,7 @@ def test_ten_thousand_pairs_leave_nothing_behind(served: Any, backend: TCPStoreB
         return (
             len(os.listdir("/proc/self/fd")),
             threading.active_count(),
-            served._served.num_keys() - served._served.check([f"line/0/dprims/{name}"]),
+            served._link.served.num_keys() - served._link.served.check([f"line/0/dprims/{name}"]),
         )
 
     def pairs(n: int) -> None:
@@ -292,15 +293,15 @@ def test_contention_leaves_nothing_behind(served: Any, backend: TCPStoreBackend,
             with locks[i % 2]:
                 pass
 
-    before = set(served._served.list_keys())
+    before = set(served._link.served.list_keys())
     for result in [in_thread(lambda i=i: work(i)) for i in range(8)]:
         result()
-    new = {key.split("/")[0] for key in set(served._served.list_keys()) - before if name in key}
+    new = {key.split("/")[0] for key in set(served._link.served.list_keys()) - before if name in key}
     assert new <= {"next", "head", "line", "name"}
     with dprims.connect(served.url) as gone:
         DistributedLock(name, gone).acquire(timeout=0)
-        beats = [key for key in served._served.list_keys() if key.startswith("beat/")]
-    assert len([key for key in served._served.list_keys() if key.startswith("beat/")]) == len(beats) - 1
+        beats = [key for key in served._link.served.list_keys() if key.startswith("beat/")]
+    assert len([key for key in served._link.served.list_keys() if key.startswith("beat/")]) == len(beats) - 1
 
 
 def test_waiting_prints_nothing(
@@ -311,7 +312,7 @@ def test_waiting_prints_nothing(
     assert backend.wait(f"{name}/cell", 0.1) is None
     with dprims.connect(backend.url) as short:
         result = in_thread(lambda: short.wait(f"{name}/cell", LIMIT_S))
-        until(lambda: short._waits, "a wait that has begun")
+        until(lambda: short._link._waits, "a wait that has begun")
     with pytest.raises(BackendUnavailable):
         result()
     assert capfd.readouterr().err == ""
