@@ -107,14 +107,15 @@ def generation(url: str, first_shard: int, doomed: bool) -> None:
             sink, backend=url, fleet=FLEET, shard=shard, shard_sizes=(1,) * SHARDS, roster_ttl_s=2.0
         ) as receiver,
     ):
+        if doomed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            # The first refit passes, a bucket 1 of each stage; in the second one this process dies.
+            receiver.receiver.faults = FaultInjector([Fault(action="kill", bucket=1, skip=STAGES)])
         version, versions = 0, 0
         while backend.wait(END, 0.1) is None:
             if receiver.may_serve and receiver.version != version:  # asked for every request
                 version, versions = receiver.version, versions + 1
                 if versions <= STEPS:
                     print(f"shard {shard} serves version {version}", flush=True)
-            if doomed and versions == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                receiver.receiver.faults = FaultInjector([Fault(action="kill", bucket=1)])
         held = [
             checksum({name: t for name, t in sink.tensors.items() if name.startswith(f"stage{stage}.")})
             for stage in range(STAGES)

@@ -42,6 +42,15 @@ def test_any_rank_any_bucket_several_times() -> None:
     injector.at("bucket", 0, 0)
 
 
+def test_the_first_ones_pass() -> None:
+    injector = FaultInjector([Fault(action="raise", bucket=1, skip=2)])
+    for bucket in (0, 1, 2, 1, 0):
+        injector.at("bucket", 0, bucket)
+    with pytest.raises(InjectedFault):
+        injector.at("bucket", 0, 1)
+    injector.at("bucket", 0, 1)
+
+
 def test_a_fault_survives_the_way_to_another_process() -> None:
     fault = Fault(action="corrupt", rank=1, bucket=4, byte=77)
     raw = json.loads(json.dumps(fault.to_dict()))

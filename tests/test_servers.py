@@ -21,7 +21,7 @@ from dprims.testing.servers import HOST, EtcdServer, RedisServer, Server
 
 KINDS = pytest.mark.parametrize("kind", [RedisServer, EtcdServer])
 ONCE = Retry(NoBackoff(), 0)
-CONFTEST = Path(__file__).with_name("conftest.py")
+LEFTOVERS = Path(__file__).parent / "helpers" / "leftovers.py"
 
 
 def wait_until(condition: Callable[[], bool], limit: float = 20.0) -> None:
@@ -187,10 +187,21 @@ LEAVES_NOTHING = {
 }
 
 
+SHARED_SERVER = """
+from dprims.testing.servers import RedisServer
+
+@pytest.fixture(scope="session")
+def redis_server(outliving):
+    with RedisServer() as server:
+        outliving.append(server)
+        yield server
+"""
+
+
 def test_a_test_that_leaves_a_process_fails(tmp_path: Path) -> None:
-    conftest = CONFTEST.read_text()
-    assert "LEFT_S = 5.0" in conftest
-    (tmp_path / "conftest.py").write_text(conftest.replace("LEFT_S = 5.0", "LEFT_S = 0.5"))
+    plugin = LEFTOVERS.read_text()
+    assert "LEFT_S = 5.0" in plugin
+    (tmp_path / "conftest.py").write_text(plugin.replace("LEFT_S = 5.0", "LEFT_S = 0.5") + SHARED_SERVER)
     bodies = LEAVES_NOTHING | LEAVES
     tests = "".join(f"def test_{name}(request):\n    {body}\n" for name, body in bodies.items())
     (tmp_path / "test_it.py").write_text("import multiprocessing, subprocess, time\n" + tests)

@@ -49,6 +49,7 @@ class Fault:
         bucket: at which bucket; None for the first time that the phase is reached.
         seconds: for `delay` and `hold`.
         byte: for `corrupt`: which byte, counted modulo the size of the bucket.
+        skip: how many times it lets pass what it is meant for, before it strikes.
         times: how often it strikes.
     """
 
@@ -58,6 +59,7 @@ class Fault:
     bucket: int | None = None
     seconds: float = 60.0
     byte: int = 0
+    skip: int = 0
     times: int = 1
 
     def __post_init__(self) -> None:
@@ -96,6 +98,7 @@ class FaultInjector:
         on_strike: Callable[[Fault], None] | None = None,
     ) -> None:
         self._faults = [fault if isinstance(fault, Fault) else Fault.from_dict(fault) for fault in faults]
+        self._skips = [fault.skip for fault in self._faults]
         self._left = [fault.times for fault in self._faults]
         self._lock = threading.Lock()
         self._released = threading.Event()
@@ -123,7 +126,11 @@ class FaultInjector:
         due = []
         with self._lock:
             for index, fault in enumerate(self._faults):
-                if self._left[index] and self._meant(fault, phase, rank, bucket):
+                if not self._left[index] or not self._meant(fault, phase, rank, bucket):
+                    continue
+                if self._skips[index]:
+                    self._skips[index] -= 1
+                else:
                     self._left[index] -= 1
                     due.append(fault)
         return due
