@@ -29,6 +29,23 @@ def test_exclusion_order_and_progress(world: World) -> None:
     assert explore(world) > 300
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "world",
+    [
+        World(crashes=0, freezes=0, whole_hearts="abc", gives_up=True),
+        World(freezes=0, lapses=3, whole_hearts="abc"),
+        World(crashes=0, lapses=3, whole_hearts="abc"),
+        World(lapses=4, whole_hearts="abc", gives_up=True),
+    ],
+    ids=["no fault", "a crash", "a freeze", "a crash and a freeze"],
+)
+def test_three_clients(world: World) -> None:
+    """Up to a million states each: the larger worlds are not seen to their end."""
+    assert explore(world, limit=1_000_000) > 100_000
+
+
 # -- and fails when a rule is broken ------------------------------------------------------------------
 
 
