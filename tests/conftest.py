@@ -12,8 +12,11 @@ import pytest
 import dprims
 from dprims.testing.servers import EtcdServer, RedisServer
 
-from .helpers.leftovers import no_process_left, outliving, pytest_sessionstart  # noqa: F401
+from .helpers import leftovers
 from .helpers.services import KINDS, Service
+
+no_process_left, outliving = leftovers.no_process_left, leftovers.outliving
+pytest_sessionstart = leftovers.pytest_sessionstart
 
 # torch's store server looks up the name of every client, and stands still while it waits for an answer:
 # no nameserver is asked here.
