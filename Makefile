@@ -2,6 +2,8 @@
 # installs what constraints.txt pins. ARGS is handed on: make demo ARGS='--fault stop'.
 PYTHON ?= python3
 ARGS ?=
+# Tests at a time: most of one is waiting, for servers, processes and ttls.
+WORKERS ?= 3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
@@ -16,7 +18,7 @@ demo: $(READY) # a refit of real weights that survives a killed shard
 	$(BIN)/dprims demo $(ARGS)
 
 test: $(READY) # the tests, against real servers and real processes
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n $(WORKERS) $(ARGS)
 
 check: lint types imports # format, lint, types, imports
 
@@ -41,7 +43,7 @@ test-gpu: $(READY) # the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
 
 test-slow: $(READY) # the fault matrix, the model check, torchrun jobs, the examples
-	$(PYTEST) -m "slow and not chaos" $(ARGS)
+	$(PYTEST) -m "slow and not chaos" -n $(WORKERS) $(ARGS)
 
 test-netns: $(READY) # partitions between network namespaces; as root, with iproute2
 	$(PYTEST) -m netns $(ARGS)
