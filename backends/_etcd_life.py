@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,6 +186,23 @@ class Life:
             else:
                 self._forgotten[key] = tries
         return asked, answers[: len(txns)]
+
+    def silences(self, leases: Collection[int]) -> dict[int, float]:
+        """How many seconds ago each lease, of whatever process, was renewed: whole ones, rounded up."""
+        ages: dict[int, float] = {}
+
+        def attempt(endpoint: Endpoint, limits: dict[str, Any]) -> None:
+            asked = [
+                endpoint.lease.LeaseTimeToLive.future(rpc.LeaseTimeToLiveRequest(ID=lease), **limits)
+                for lease in leases
+            ]
+            for answer in [one.result() for one in asked]:
+                if answer.TTL > 0:
+                    ages[answer.ID] = float(max(answer.grantedTTL - answer.TTL, 0))
+
+        if leases:
+            self.link.run("read leases", attempt)
+        return ages
 
     def _grant(self, seconds: int, timeout: float) -> Lease:
         lease = Lease(1 + secrets.randbelow(2**63 - 1), float(seconds))

@@ -103,6 +103,8 @@ class Sight:
     entry: Entry | None
     beat: bytes | None
     since: float
+    came: bool = False
+    """Whether an earlier look found something else there, so that it is new since ``since``."""
 
     @property
     def ttl(self) -> float:
@@ -279,7 +281,7 @@ class Tickets:
         for (name, number, entry), beat in zip(holders, beats, strict=True):
             before, seen = self._holders.get(name, (0, None))
             if seen is None or before != number or (seen.entry, seen.beat) != (entry, beat):
-                seen = Sight(entry, beat, now)
+                seen = Sight(entry, beat, now, came=seen is not None)
             self._holders[name] = number, seen
             if asked < seen.since + seen.ttl:
                 live.append((name, number, entry.record))
@@ -287,6 +289,11 @@ class Tickets:
             if name not in {holder for holder, _, _ in holders}:
                 self._holders.pop(name, None)
         return live
+
+    def silence(self, name: str, now: float) -> float | None:
+        """How long ago the beat of *name*'s holder came, of those that :meth:`held` has seen come."""
+        _, seen = self._holders.get(name, (0, None))
+        return max(now - seen.since, 0.0) if seen is not None and seen.came else None
 
     # -- parts --------------------------------------------------------------------------------------
 

@@ -136,6 +136,18 @@ class EtcdBackend(Backend):
             holders.setdefault(name, Place(name, kv.create_revision, kv.value))
         return [holders[name] for name in sorted(holders)]
 
+    def silences(self, names: Sequence[str]) -> list[float | None]:
+        life = self._life()
+        found: list[Any] = []
+        for start in range(0, len(names), _TXN_OPERATIONS):
+            some = names[start : start + _TXN_OPERATIONS]
+            reads = [wire.read_first(self._keys.queue(name)) for name in some]
+            answer, _ = life.txn("read holders", wire.txn(*reads))
+            found += [response.response_range.kvs for response in answer.responses]
+        leases = [kvs[0].lease if kvs else 0 for kvs in found]
+        ages = life.silences({lease for lease in leases if lease})
+        return [ages.get(lease) for lease in leases]
+
     def evict(self, name: str, token: int) -> bool:
         holder = next(iter(self._life().read(wire.read_first(self._keys.queue(name))).kvs), None)
         if holder is None or holder.create_revision != token:

@@ -114,6 +114,12 @@ class MemoryBackend(Backend):
             names = sorted(name for name in self._space.queues if name.startswith(prefix))
         return [place for name in names for place in self.queue(name)[:1]]
 
+    def silences(self, names: Sequence[str]) -> list[float | None]:
+        now = self.clock()
+        with self._space.changed:
+            holders = [next(iter(self._space.queues.get(name, ())), None) for name in names]
+            return [None if one is None else max(now - one.proven, 0.0) for one in holders]
+
     def evict(self, name: str, token: int) -> bool:
         with self._space.changed:
             holder = next(iter(self._space.queues.get(name, ())), None)

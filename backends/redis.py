@@ -151,6 +151,14 @@ class RedisBackend(Backend):
         holders = self._wire.call(*(_on_queue(lua.HOLDER, name) for name in names)).values
         return [_holder(name, entry) for name, entry in zip(names, holders, strict=True) if entry is not None]
 
+    def silences(self, names: Sequence[str]) -> list[float | None]:
+        keys = [f"{PREFIX}lock:{name}" for name in names]
+        asked = [(("GETRANGE", key, 0, _HEAD_BYTES - 1), ("PTTL", key)) for key in keys]
+        replies = iter(
+            self._wire.call(*(command for pair in asked for command in pair)).values if asked else ()
+        )
+        return [_silence(head, left_ms) for head, left_ms in zip(replies, replies, strict=True)]
+
     def evict(self, name: str, token: int) -> bool:
         replies = self._wire.call(_on_queue(lua.EVICT, name, token))
         return replies.values == [1] or replies.retried
@@ -249,6 +257,15 @@ def _wake(waiter: str) -> str:
 def _holder(name: str, entry: bytes) -> Place:
     _, token, _, record = entry.split(b" ", 3)
     return Place(name, int(token), record)
+
+
+_HEAD_BYTES = 96
+"""Enough of a holder's entry for its id, token and ttl."""
+
+
+def _silence(head: bytes, left_ms: int) -> float | None:
+    parts = head.split(b" ", 3)
+    return max(int(parts[2]) - left_ms, 0) / 1000 if len(parts) > 3 and left_ms >= 0 else None
 
 
 def _ours(ticket: Ticket) -> _RedisTicket:

@@ -153,6 +153,10 @@ class TCPStoreBackend(Backend):
         held = self._run(lambda: self._tickets.held(prefix))
         return [Place(name, self._link.base + number, record) for name, number, record in held]
 
+    def silences(self, names: Sequence[str]) -> list[float | None]:
+        now = self.clock()
+        return [self._tickets.silence(name, now) for name in names]
+
     def evict(self, name: str, token: int) -> bool:
         return self._run(lambda: self._tickets.evict(name, token - self._link.base))
 

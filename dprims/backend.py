@@ -182,6 +182,14 @@ class Backend(ABC):
         again and again can.
         """
 
+    def silences(self, names: Sequence[str]) -> list[float | None]:
+        """For each lock, how many seconds ago its holder was last heard from; None where that is not known.
+
+        For people who look: nothing is decided by it. Where only clients can tell, the ages are as fine as
+        this object's calls of :meth:`held` are frequent, and None until two of them differ.
+        """
+        return [None] * len(names)
+
     @abstractmethod
     def evict(self, name: str, token: int) -> bool:
         """End the holding of *name* under *token*, as if its holder had died; False if it was not held so."""

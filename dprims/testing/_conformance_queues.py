@@ -211,6 +211,19 @@ class QueueChecks(Suite):
         self.b.release(second)
         expect(self.a.held(other) == [], "a released lock is still in held")
 
+    def test_the_silence_of_a_holder(self) -> None:
+        """silences answers for each lock: seconds within the holder's ttl, or None where it is not known."""
+        holder = self._join_for_long(self.a)
+        names = [self.name, self._name("free")]
+        for looks in range(3):
+            self.a.beat([holder], self.patience_s)
+            self.b.held(self.name)
+            age, free = self.b.silences(names)
+            expect(free is None, f"a lock that nobody holds was heard from {free} s ago")
+            in_range = age is None or 0 <= age < 20 * self.ttl
+            expect(in_range, f"look {looks}: a holder that has just beaten was heard from {age} s ago")
+        expect(self.b.silences([]) == [], "silences of no names")
+
     def test_names_are_apart(self) -> None:
         """Locks whose names share a beginning, or look like parts of keys, do not meet."""
         names = [self._name(tail) for tail in ("x", "x/1", "x/s/1", "x ", "x:q", "x}", "{x", "é", "%", "*")]
