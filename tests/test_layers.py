@@ -23,7 +23,7 @@ PROTOCOL = tuple(
 LOCKS = ("lock", "roster", "session", "record")
 MESH = ("mesh", "_mesh_*")
 SYNCHRONIZER = ("synchronizer", "synchronizer.*")
-BELOW = (*PURE, *LOCKS, *MESH, "backend", "tied", "torchstore")
+BELOW = (*PURE, *LOCKS, *MESH, "backend", "metrics", "tied", "torchstore")
 CLIENTS = ("torch", "redis", "valkey", "etcd3", "grpc", "google")
 # A value or a state machine is told the time, and by whom; it does not look.
 OUTSIDE = ("asyncio", "datetime", "multiprocessing", "os", "random")
@@ -58,7 +58,7 @@ LAYERS = (
     Layer(("torchstore",), packages_lazily=("torch",)),
     Layer(("backends._*",), may=("backend", "backends.*", "torchstore"), packages=CLIENTS),
     Layer(("backends", "backends.*"), may=("backend", "backends.*", "torchstore"), packages_lazily=CLIENTS),
-    Layer(LOCKS, may=("backend", *LOCKS)),
+    Layer(LOCKS, may=("backend", "metrics", *LOCKS)),
     Layer(("layout",), may=PURE, lazily=("mesh",), as_types=("tied",), never=OUTSIDE),
     Layer(("tied",), may=PURE, packages_lazily=("torch",)),
     Layer(PURE, may=PURE, never=OUTSIDE),
@@ -72,7 +72,7 @@ LAYERS = (
         packages_lazily=("safetensors",),
     ),
     Layer(
-        ("engines.ray",),
+        ("engines.ray", "engines._ray_*"),
         may=(*BELOW, *SYNCHRONIZER, "engines.*"),
         packages=("torch",),
         packages_lazily=("ray",),
@@ -83,6 +83,7 @@ LAYERS = (
         lazily=("testing.faults",),
         packages=("torch",),
     ),
+    Layer(("status",), may=(*BELOW, *PROTOCOL)),
     Layer(("metrics",), packages_lazily=("prometheus_client",)),
     Layer(
         ("testing", "testing.*"),

@@ -13,8 +13,8 @@ from ..exceptions import HandshakeMismatch, PeerLost, RefitError, RefitTimeout, 
 from ..synchronizer.calls import RankInfo, RefitAnswer, RefitCall, RefitSite
 from ..synchronizer.collective import CollectiveWeightSynchronizer
 from ._spmd_rank import LOOK_S, Address, address_key, enrolment, write_address
+from .fleet import WorkerGroup
 from .letters import read_answer, read_info, write_call
-from .local import WorkerGroup
 from .mailbox import Post, done, failed, then
 
 log = logging.getLogger("dprims.engines.spmd")

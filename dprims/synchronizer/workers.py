@@ -56,11 +56,13 @@ class _Worker(MemberShell):
         sends: bool,
         device: torch.device | str = "cpu",
         faults: FaultInjector | None = None,
+        address: str | None = None,
     ) -> None:
         import torch
 
         self.device = torch.device(device)
         self.faults = faults
+        self.address = address
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._running: _Task | None = None
         self._groups: dict[int, CommGroup] = {}
@@ -154,6 +156,7 @@ class _Worker(MemberShell):
                 plan=self._plans[stage],
                 members=[_member_name(membership, one) for one in membership.group_ranks(stage)],
                 refusal=refusal,
+                address=self.address,
             )
 
     def _replan(self, call: RefitCall, guard: Guard) -> None:
@@ -204,7 +207,8 @@ class WeightSender(_Worker):
     """A trainer rank's part in refits: it heads a pipeline stage, or gathers along with one that does.
 
     *source* is asked for its metadata before each sync and read once in each. *stage* is the stage that
-    this rank belongs to; *head* says whether it sends (one rank a stage does).
+    this rank belongs to; *head* says whether it sends (one rank a stage does). *address* is the
+    numeric address of this host that gloo listens on; None for gloo's choice: what the host name resolves to.
     """
 
     def __init__(
@@ -216,11 +220,12 @@ class WeightSender(_Worker):
         head: bool = True,
         device: torch.device | str = "cpu",
         faults: FaultInjector | None = None,
+        address: str | None = None,
     ) -> None:
         self.source = source
         self.stage = stage
         self.head = head
-        super().__init__(seat, sends=True, device=device, faults=faults)
+        super().__init__(seat, sends=True, device=device, faults=faults, address=address)
 
     broadcast_weights_for_collective = _Worker.submit
 
@@ -273,7 +278,7 @@ class WeightReceiver(_Worker):
     *sink* takes the weights; its optional ``pause()``, ``resume()`` and ``after_commit()`` are called around
     the commit. Ask :attr:`may_serve` for each request: it is False before the first commit, while paused, and
     from the moment at which this rank's roster entry may have lapsed. A shard may serve only if all its
-    ranks may.
+    ranks may. *address* as for :class:`WeightSender`.
     """
 
     def __init__(
@@ -283,9 +288,10 @@ class WeightReceiver(_Worker):
         *,
         device: torch.device | str = "cpu",
         faults: FaultInjector | None = None,
+        address: str | None = None,
     ) -> None:
         self.sink = sink
-        super().__init__(seat, sends=False, device=device, faults=faults)
+        super().__init__(seat, sends=False, device=device, faults=faults, address=address)
 
     update_weights_from_collective = pause = commit = resume = _Worker.submit
 

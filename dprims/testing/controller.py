@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..engines.local import WorkerGroup
+from ..engines.fleet import WorkerGroup
 from ..engines.process import WorkerProcess, _portable
 from ..exceptions import PeerLost
 from ..synchronizer.calls import METHODS, RankInfo, RefitCall, RefitSite

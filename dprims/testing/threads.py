@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from ..engines.local import WorkerGroup
+from ..engines.fleet import WorkerGroup
 from ..synchronizer.calls import RankInfo, RefitAnswer, RefitCall, RefitSite
 from ..synchronizer.workers import WeightReceiver, WeightSender
 
