@@ -192,20 +192,17 @@ def _table(measured: list[Measured]) -> None:
 
 def _trace(path: Path, measured: list[Measured]) -> None:
     """Write the median round of the last contestant that has spans."""
-    spans = next((one.spans for one in reversed(measured) if one.spans), [])
-    origin = min((start for _, _, _, start, _ in spans), default=0.0)
-    events = [
-        {
-            "ph": "X",
-            "pid": rank,
-            "tid": phase,
-            "name": f"{phase} {bucket}",
-            "ts": (start - origin) * 1e6,
-            "dur": (stop - start) * 1e6,
-        }
-        for rank, phase, bucket, start, stop in spans
-    ]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    from ..synchronizer.chrome import Bar, Sheet
+
+    lanes: dict[tuple[int, str], list[Bar]] = {}
+    for rank, phase, bucket, start, stop in next((one.spans for one in reversed(measured) if one.spans), []):
+        lanes.setdefault((rank, phase), []).append(Bar(f"{phase} {bucket}", start, stop))
+    sheet = Sheet()
+    for rank in sorted({rank for rank, _ in lanes}):
+        sheet.process(rank + 1, f"rank {rank}")
+    for (rank, phase), bars in lanes.items():
+        sheet.flat(rank + 1, phase, bars)
+    sheet.write(path)
 
 
 def _draw(path: Path, title: str, measured: list[Measured], swept: dict[int, list[Measured]]) -> None:

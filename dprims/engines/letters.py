@@ -14,6 +14,7 @@ from .. import exceptions
 from ..exceptions import DprimsError, RefitAborted, RefitError
 from ..membership import Epoch, RefitMembership
 from ..synchronizer.calls import RankInfo, RefitAnswer, RefitCall
+from ..synchronizer.clocks import Times
 from ..synchronizer.lanes import Span
 from ..synchronizer.plan import TensorMeta
 from ..synchronizer.protocol import Holding, Kind, Reply, Staged, Version
@@ -69,6 +70,7 @@ def write_answer(answer: RefitAnswer) -> Document:
         "holding": reply.holding,
         "error": None if answer.error is None else write_error(answer.error),
         "stats": [(stage, _write_stats(stats)) for stage, stats in answer.stats.items()],
+        "times": answer.times,
     }
 
 
@@ -85,6 +87,7 @@ def read_answer(found: Document) -> RefitAnswer:
         ),
         None if error is None else read_error(error),
         {int(stage): _read_stats(stats) for stage, stats in found["stats"]},
+        _read_times(found["times"]),
     )
 
 
@@ -99,7 +102,7 @@ def read_info(found: Document) -> RankInfo:
     metas = found["metas"]
     if metas is not None:
         metas = tuple(TensorMeta(**{**meta, "shape": tuple(meta["shape"])}) for meta in metas)
-    return RankInfo(**{**found, "metas": metas})
+    return RankInfo(**{**found, "metas": metas, "times": _read_times(found["times"])})
 
 
 def write_error(error: BaseException) -> Document:
@@ -117,9 +120,10 @@ def read_error(found: Document) -> DprimsError:
 
 
 def write_report(report: RefitReport) -> Document:
-    """A report as a JSON value, without what each bucket took."""
+    """A report as a JSON value, without what each bucket took, and without its trace."""
     found = _fields(report)
-    return {**found, "absent": list(report.absent.items()), "phases": dict(report.phases), "stages": None}
+    found |= {"absent": list(report.absent.items()), "phases": dict(report.phases)}
+    return {**found, "stages": None, "trace": None}
 
 
 def read_report(found: Document) -> RefitReport:
@@ -145,6 +149,10 @@ def _read_holding(live: Any, staged: Any, paused: Any) -> Holding:
         None if staged is None else Staged(Epoch(*staged[0]), Version(*staged[1])),
         bool(paused),
     )
+
+
+def _read_times(found: Any) -> Times | None:
+    return None if found is None else Times(float(found[0]), float(found[1]), str(found[2]))
 
 
 def _write_stats(stats: TransferStats) -> Document:

@@ -352,7 +352,7 @@ class SpmdRefit:
         """Send the weights to every shard that is in, and commit on all of them or on none. Collective.
 
         As :meth:`~dprims.synchronizer.CollectiveWeightSynchronizer.sync_weights`. Reports on ranks other
-        than 0 lack ``stages``.
+        than 0 lack ``stages`` and ``trace``.
         """
         return self._together(
             "sync_weights",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dprims.membership import Epoch, RefitMembership
 
+from .clocks import Times
 from .protocol import Kind, Message, Reply, Version
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class RankInfo:
     """The kind of device that the weights are on."""
     version: int = 0
     """The highest version that this process ever committed; 0 for none, and for trainers."""
+    times: Times | None = None
+    """When it was asked and when it answered, on its own clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +112,6 @@ class RefitAnswer:
     error: BaseException | None = None
     """What went wrong, with its own type."""
     stats: Mapping[int, TransferStats] = field(default_factory=dict)
-    """``recv``: what the transfer of each stage took."""
+    """``recv``: what the transfer of each stage took, as far as it came when it failed."""
+    times: Times | None = None
+    """When the call arrived and when it was answered, on the rank's clock."""

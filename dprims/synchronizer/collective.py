@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..backend import Backend, check_name, connect, resolve
@@ -56,6 +57,7 @@ from .seats import LOOKS, Seats
 from .settle import _settle_before_propagating, as_future
 from .shell import why
 from .stages import Stages
+from .trace import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,6 +142,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self._membership: RefitMembership | None = None
         self._busy = threading.Lock()
         self._run: Run | None = None
+        self.journal = Journal()
 
     # -- what is known --------------------------------------------------------------------------------
 
@@ -295,10 +298,14 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 
     def _prepare(self) -> list[RankInfo]:
         """Have every rank in at this site, and learn what the trainers send. A dead rank is left out."""
+        began = time.monotonic()
         handles = list(self.policy.prepare_refit_info(self.site, self.stages.known))
         trainers = len(handles)
         handles += self.generation.prepare_refit_info(self.site)
         asked = {seat: as_future(handle) for seat, handle in enumerate(handles)}
+        for seat, future in asked.items():
+            record = self.journal.called("prepare", seat, 0, began)
+            future.add_done_callback(partial(self.journal.introduced, record))
         late = self._late(asked)
         infos: list[RankInfo] = []
         for seat, future in asked.items():
@@ -413,6 +420,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             rebuilt=run.rebuilt,
             phases=run.phases,
             stages=stages,
+            trace=self.journal.close(leader.fleet),
         )
 
     def refit(
@@ -625,7 +633,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         if not self._busy.acquire(blocking=False):
             raise RefitError(f"{what} was called while another thread drives this synchronizer")
         try:
-            yield
+            with self.journal.operation(what):
+                yield
         finally:
             self._busy.release()
 

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,13 @@ class Loop:
         faults: FaultInjector | None,
         rank: int | None,
         on_bucket: Callable[[int], None] | None,
+        stats: TransferStats | None = None,
     ) -> None:
         self.group, self.plan, self.guard, self.faults = group, plan, guard, faults
         self.rank = group.rank if rank is None else rank
         self.lane: Lane = lane_for(group.device)
-        self.stats = TransferStats(nbytes=plan.nbytes, buckets=len(plan.buckets))
+        self.stats = TransferStats() if stats is None else stats
+        self.stats.nbytes, self.stats.buckets = plan.nbytes, len(plan.buckets)
         self._spans: list[Span] = []
         self._flights: deque[Flight] = deque()
         self._on_bucket = on_bucket
@@ -81,6 +83,7 @@ class Loop:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._enqueueing.stop()
         if kind is not None:
+            self._keep_times(cut=True)
             self._walk_away()
             return
         if self.faults is not None:
@@ -88,12 +91,22 @@ class Loop:
                 self.faults.at("decision", self.rank)
                 self.guard.check()
             except BaseException:
+                self._keep_times(cut=True)
                 self._walk_away()
                 raise
+        self._keep_times()
+
+    def _keep_times(self, *, cut: bool = False) -> None:
+        """Put what was timed into the stats; of a transfer that was *cut*, what was under way, too."""
         now = time.monotonic()
+        spans = list(self._spans)
+        if cut:
+            spans += [Span("cut", flight.bucket.index, flight.began, now) for flight in self._flights]
+        with suppress(RuntimeError) if cut else nullcontext():  # a device that is lost has no times
+            spans += self.lane.finish()
         self.stats.seconds = now - self._began
         self.stats.wire_s = self._last - self._first
-        self.stats.spans = sorted([*self._spans, *self.lane.finish()], key=lambda span: span.start)
+        self.stats.spans = sorted(spans, key=lambda span: span.start)
 
     def _walk_away(self) -> None:
         flights, self._flights = self._flights, deque()

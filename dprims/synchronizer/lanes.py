@@ -44,7 +44,8 @@ class TransferStats:
         staging_bytes: memory that the sink lent.
         content: hex digest of all that travelled, equal for equal weights under one plan; empty when `verify`
             was off.
-        spans: gather, pack, wire, digest and unpack of each bucket.
+        spans: gather, pack, wire, digest and unpack of each bucket; ``cut`` is what was under way when a
+            transfer failed, from its dispatch.
     """
 
     nbytes: int = 0
@@ -182,7 +183,7 @@ class CudaLane:
         self._timed.append((phase, bucket, start, stop))
 
     def finish(self) -> list[Span]:
-        """All spans so far; the side stream must be idle."""
+        """All spans that have ended; those that run, or wait behind a wire that stands, are left out."""
         return [
             Span(
                 phase,
@@ -191,6 +192,7 @@ class CudaLane:
                 self._began + self._origin.elapsed_time(stop) / 1e3,
             )
             for phase, bucket, start, stop in self._timed
+            if stop.query()
         ]
 
 

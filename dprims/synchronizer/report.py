@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dprims.membership import Epoch
 
+from ..exceptions import RefitError
+from .trace import Trace
 from .transfer import TransferStats
 
 
@@ -36,6 +37,8 @@ class RefitReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[int, Mapping[int, TransferStats]] = field(default_factory=dict, repr=False)
     """For each stage, what the transfer took on each seat."""
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+    """What was done since the last success, failed tries too; None where the report came by letter."""
 
     @property
     def gb_per_s(self) -> float:
@@ -49,32 +52,12 @@ class RefitReport:
         return {name: max(stats.phase_s(name) for stats in ranks) for name in sorted(names)}
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write the buckets' phases in the Trace Event format, for Perfetto or chrome://tracing.
+        """Write what happened since the last success as a trace for Perfetto or chrome://tracing.
 
-        One process a seat, one row a phase. Spans are on each host's monotonic clock, which the ranks of
-        one host share.
+        One process the leader and one a rank, on the leader's clock; how far off a rank of another host may
+        be is in the file. Failed tries are in it, and the recovery from them. RefitError on ranks that do
+        not lead, whose reports came by letter.
         """
-        spans = [
-            (seat, stage, span)
-            for stage, ranks in sorted(self.stages.items())
-            for seat, stats in sorted(ranks.items())
-            for span in stats.spans
-        ]
-        origin = min((span.start for _, _, span in spans), default=0.0)
-        events: list[dict[str, object]] = [
-            {"ph": "M", "pid": seat, "name": "process_name", "args": {"name": f"seat {seat}"}}
-            for seat in sorted({seat for seat, _, _ in spans})
-        ]
-        events += [
-            {
-                "ph": "X",
-                "pid": seat,
-                "tid": span.phase,
-                "name": f"{span.phase} {span.bucket}",
-                "cat": f"stage {stage}",
-                "ts": (span.start - origin) * 1e6,
-                "dur": (span.stop - span.start) * 1e6,
-            }
-            for seat, stage, span in spans
-        ]
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        if self.trace is None:
+            raise RefitError("this report has no trace: only the leader's has (rank 0 of the trainers)")
+        self.trace.write(path)

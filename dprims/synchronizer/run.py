@@ -63,6 +63,7 @@ from .transfer import TransferStats
 
 if TYPE_CHECKING:
     from .collective import CollectiveWeightSynchronizer
+    from .trace import CallRecord
 
 log = logging.getLogger("dprims.synchronizer.run")
 
@@ -101,6 +102,7 @@ class Run:
         self.rebuilt = False
         self.phases: dict[str, float] = {}
         self._mark = self.began
+        self._calls: dict[tuple[int, Message], CallRecord] = {}
         self._deadline = None if sync.refit_timeout_s is None else self.began + sync.refit_timeout_s
         self._open: dict[int, tuple[Message, float | None]] = {}
         self._unwound: dict[int, Future[None]] = {}
@@ -144,12 +146,15 @@ class Run:
         elif isinstance(event, Gone):
             self._open.pop(event.seat, None)
             if self.leader.roster[event.seat] == event.incarnation and event.seat not in self._fenced:
+                if event.seat not in self._lost:
+                    self.sync.journal.mark(event.seat, "lost")
                 self._lost.setdefault(event.seat, event.why)
         return event
 
     def _answered(self, seat: int, message: Message, future: Future[RefitAnswer]) -> None:
         """A call came back, on whatever thread."""
         error = future.exception()
+        self._note(seat, message, future, error)
         if isinstance(error, PeerLost):
             self.sync.seats.evict(seat, message.incarnation)
             self.gone(seat, message.incarnation, str(error))
@@ -166,6 +171,19 @@ class Run:
                 self.stats[seat] = answer.stats
         self.inbox.put(Replied(seat, message, reply))
         _resolve(self._unwound.get(seat))
+
+    def _note(
+        self, seat: int, message: Message, future: Future[RefitAnswer], error: BaseException | None
+    ) -> None:
+        record = self._calls.pop((seat, message), None)
+        if record is None:
+            return
+        if error is not None:
+            self.sync.journal.answered(record, None, why(error))
+            return
+        answer = future.result()
+        said = "" if answer.reply.status == "ok" else answer.reply.why or answer.reply.status
+        self.sync.journal.answered(record, answer.times, said, answer.stats)
 
     # -- actions ----------------------------------------------------------------------------------------
 
@@ -213,6 +231,8 @@ class Run:
     def _condemn(self, action: Condemn) -> None:
         """Fence a shard: its entries go now, and after their ttl it surely knows."""
         log.warning("shard %d is condemned: its ranks leave the roster", action.shard)
+        for seat, _ in action.entries:
+            self.sync.journal.mark(seat, "condemned")
         self._fenced.update(seat for seat, _ in action.entries)  # that they go is no news
         backend, prefix = self.sync.backend, self.sync.site.prefix
         marks = {seat: evicted_key(prefix, seat) for seat in self.leader.seats[action.shard]}
@@ -256,6 +276,13 @@ class Run:
         if long:
             more = self._baggage(message)
             more["timeout_s"] = None if timeout == float("inf") else timeout
+        kind = _as_step(message.kind, message.epoch.build)
+        self._calls.update(
+            {
+                (seat, one): self.sync.journal.called(kind, seat, one.incarnation)
+                for seat, one in messages.items()
+            }
+        )
         try:
             futures = self.sync.dispatch(
                 message.kind,
@@ -335,12 +362,18 @@ class Run:
         now = time.monotonic()
         phase = "prepare" if phase == "idle" else phase
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._mark
+        self.sync.journal.stepped(_as_step(phase, self.leader.build), self._mark, now)
         self._mark = now
 
 
 def _is_first_hand(error: BaseException) -> bool:
     """Whether a rank found this by itself: not that it was aborted, lost a peer, or waited in vain."""
     return not isinstance(error, RefitAborted | PeerLost | RefitTimeout)
+
+
+def _as_step(kind: str, build: int) -> str:
+    """What a trace calls a call or phase: every build after the leader's first is a rebuild."""
+    return "rebuild" if kind == "build" and build > 1 else kind
 
 
 def _bound(function: Callable[..., None], *first: Any) -> Callable[[Any], None]:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +22,7 @@ from ..backend import Backend, connect
 from ..exceptions import BackendError, DprimsError, RefitError
 from ..roster import Roster
 from .calls import RankInfo, RefitAnswer, RefitCall, RefitSite
+from .clocks import Times, this_clock
 from .protocol import (
     Answer,
     Broke,
@@ -70,7 +72,7 @@ class MemberShell(ABC):
         self._entry: Grant | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._calls: dict[Message, RefitCall] = {}
-        self._waiting: dict[Message, list[Future[RefitAnswer]]] = {}
+        self._waiting: dict[Message, list[tuple[Future[RefitAnswer], float]]] = {}
         self._outcome: dict[Message, tuple[BaseException | None, Mapping[int, TransferStats]]] = {}
         self._watched: set[tuple[Any, int]] = set()
         self._highest = 0
@@ -128,20 +130,22 @@ class MemberShell(ABC):
         *known* is the digest of the metadata that the caller has; equal metadata is not sent again.
         """
         future: Future[RankInfo] = Future()
-        self._inbox.put(lambda: self._prepare(site, known, future))
+        asked = time.monotonic()
+        self._inbox.put(lambda: self._prepare(site, known, future, asked))
         return future
 
     def submit(self, call: RefitCall) -> Future[RefitAnswer]:
         """Hand one call of the protocol to the machine; the future has its answer."""
         future: Future[RefitAnswer] = Future()
         message = call.message(self.seat)
+        asked = time.monotonic()
 
         def take() -> None:
             if self._closed:
                 future.set_exception(RefitError(f"rank at seat {self.seat} has been closed"))
                 return
             self._calls[message] = call
-            self._waiting.setdefault(message, []).append(future)
+            self._waiting.setdefault(message, []).append((future, asked))
             try:
                 self._before(message)
                 self._handle(message)
@@ -208,13 +212,14 @@ class MemberShell(ABC):
         Answer: "_answer",
     }
 
-    def _prepare(self, site: RefitSite, known: str, future: Future[RankInfo]) -> None:
+    def _prepare(self, site: RefitSite, known: str, future: Future[RankInfo], asked: float) -> None:
         try:
             if self._site != site or self._backend is None:
                 self._attach(site)
             if not self._member.ready or self._entry is None or self._entry.lost:
                 self._handle(Started())
-            future.set_result(self._info(known))
+            info = self._info(known)
+            future.set_result(replace(info, times=Times(asked, time.monotonic(), this_clock())))
         except Exception as error:  # noqa: BLE001 - it is the answer
             future.set_exception(error)
 
@@ -277,9 +282,9 @@ class MemberShell(ABC):
     def _answer(self, action: Answer) -> None:
         error, stats = self._outcome.pop(action.message, (None, {}))
         self._calls.pop(action.message, None)
-        answer = RefitAnswer(action.reply, error, stats)
-        for future in self._waiting.pop(action.message, ()):
-            future.set_result(answer)
+        for future, asked in self._waiting.pop(action.message, ()):
+            times = Times(asked, time.monotonic(), this_clock())
+            future.set_result(RefitAnswer(action.reply, error, stats, times))
 
     def _watch(self, message: Message) -> None:
         """Have the decision of this epoch and version told to the machine once it stands."""

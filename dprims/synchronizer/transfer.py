@@ -48,6 +48,7 @@ def send(
     faults: FaultInjector | None = None,
     rank: int | None = None,
     on_bucket: Callable[[int], None] | None = None,
+    stats: TransferStats | None = None,
 ) -> TransferStats:
     """Send every tensor of `source` to all ranks of the group. Collective with `receive` on each of them.
 
@@ -61,12 +62,13 @@ def send(
         faults: a fault injector, called once a bucket and before returning.
         rank: what this rank is called towards `faults`; by default its rank in the group.
         on_bucket: called with a bucket's index when it has arrived everywhere that this rank sends to.
+        stats: filled in and returned; also when this raises, as far as it came.
 
     Raises:
         RefitError: the source does not follow the plan; the tensor is named.
         RefitAborted, RefitTimeout, PeerLost, DeviceLost: from the guard, the wire and the device.
     """
-    loop = Loop(group, plan, guard, verify, faults, rank, on_bucket)
+    loop = Loop(group, plan, guard, verify, faults, rank, on_bucket, stats)
     tensors = in_plan_order(source, plan, group.device, kv_scales or {})
     with loop.lane.here(), loop:
         pulled: dict[int, Tensor] = {}
@@ -110,6 +112,7 @@ def receive(
     faults: FaultInjector | None = None,
     rank: int | None = None,
     on_bucket: Callable[[int], None] | None = None,
+    stats: TransferStats | None = None,
 ) -> TransferStats:
     """Receive every bucket into `sink`, whose `begin` has been called. Collective with `send` on rank 0.
 
@@ -122,7 +125,7 @@ def receive(
         RefitAborted, RefitTimeout, PeerLost, DeviceLost: from the guard, the wire and the device.
         Whatever the sink raises.
     """
-    loop = Loop(group, plan, guard, verify, faults, rank, on_bucket)
+    loop = Loop(group, plan, guard, verify, faults, rank, on_bucket, stats)
     with loop.lane.here(), loop:
         desk = _Unloading(sink, loop)
         loop.lane.follow()

@@ -259,7 +259,8 @@ class WeightSender(_Worker):
         if not self.head:
             participate(self.source, plan, guard, device=self.device)
             return ""
-        stats[self.stage] = send(
+        stats[self.stage] = TransferStats()
+        send(
             self.source,
             self._groups[self.stage],
             plan,
@@ -268,6 +269,7 @@ class WeightSender(_Worker):
             verify=call.verify,
             faults=self.faults,
             rank=self.seat,
+            stats=stats[self.stage],
         )
         return stats[self.stage].content
 
@@ -313,7 +315,8 @@ class WeightReceiver(_Worker):
         self.sink.begin(call.version.number, [meta for plan in self._plans for meta in plan.metas])
         try:
             for stage in sorted(self._groups):
-                stats[stage] = receive(
+                stats[stage] = TransferStats()
+                receive(
                     self.sink,
                     self._groups[stage],
                     self._plans[stage],
@@ -321,6 +324,7 @@ class WeightReceiver(_Worker):
                     verify=call.verify,
                     faults=self.faults,
                     rank=self.seat,
+                    stats=stats[stage],
                 )
         except BaseException as error:
             self.sink.rollback()
