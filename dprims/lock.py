@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import metrics
 from .backend import Owner, Ticket, check_name, resolve
 from .exceptions import (
     AlreadyHeld,
@@ -64,6 +65,7 @@ class Grant:
         self._released = False
         self._ambiguous = False
         self._was_lost = False
+        self._counted = False
 
     @property
     def lost(self) -> bool:
@@ -107,18 +109,33 @@ class Grant:
             self._session.disown(self._key, self._ticket)
             was_ours = not self._session.lost(self._ticket)
             try:
-                freed = self._session.backend.release(self._ticket)
+                freed = self._give_back()
             except BackendError:
                 self._ambiguous = True
                 raise
             self._released = True
             self._was_lost = not self._ambiguous and not (freed and was_ours)
+            self._count(lost=self._was_lost)
             if not freed and not self._ambiguous:
                 raise LockLost(
                     f"lock {self.name!r} (token {self.token}) was lost before its release: {self._why()}"
                 )
             if not was_ours and not self._ambiguous:
                 raise LockLost(f"lock {self.name!r} (token {self.token}) outlived its ttl before its release")
+
+    def _give_back(self) -> bool:
+        backend, seen = self._session.backend, metrics.recorder
+        if seen is None:
+            return backend.release(self._ticket)
+        return seen.releases(backend.url, self.name, self._key[0], lambda: backend.release(self._ticket))
+
+    def _count(self, *, lost: bool) -> None:
+        """Tell the metrics, once, that this holding is over."""
+        seen = metrics.recorder
+        if seen is not None and not self._counted:
+            self._counted = True
+            backend = self._session.backend
+            seen.held(backend.url, self.name, backend.clock() - self.acquired_at, lost=lost)
 
     def _why(self) -> str:
         if self._session.pid != os.getpid():
@@ -180,6 +197,13 @@ class DistributedLock:
         return self._acquire(limit, _identity(), _Attempt())
 
     def _acquire(self, timeout: float | None, who: object, attempt: _Attempt) -> Grant | None:
+        seen = metrics.recorder
+        if seen is None:
+            return self._have(timeout, who, attempt)
+        full_name = self._full_name
+        return seen.waits(self.backend.url, self.name, full_name, lambda: self._have(timeout, who, attempt))
+
+    def _have(self, timeout: float | None, who: object, attempt: _Attempt) -> Grant | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         session = Session.of(self.backend)
         key = (self._full_name, who)
@@ -195,8 +219,14 @@ class DistributedLock:
         grant = Grant(session, ticket, key, self.name)
         session.owners[key] = ticket
         self._grants[who] = grant
-        session.keep(ticket, lambda: self.on_lost and self.on_lost(grant))
+        session.keep(ticket, lambda: self._tell(grant))
         return grant
+
+    def _tell(self, grant: Grant) -> None:
+        """A heartbeat found that *grant* is lost."""
+        grant._count(lost=True)
+        if self.on_lost is not None:
+            self.on_lost(grant)
 
     def _wait(self, session: Session, ticket: Ticket, deadline: float | None, attempt: _Attempt) -> bool:
         """Wait for the ticket's turn until *deadline*; whatever ends that otherwise leaves the queue."""

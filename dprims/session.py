@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from . import metrics
 from .backend import Backend, Ticket
 from .exceptions import BackendError
 
@@ -135,12 +136,16 @@ class Session:
         if not alive:
             return None
         limit = min(ticket.ttl for ticket in alive) / 3
+        held = [ticket for ticket in alive if ticket.token is not None]
         try:
-            return self.backend.beat(alive, limit)
+            wanted = self.backend.beat(alive, limit)
+            _count(self.backend, sum(not ticket.gone for ticket in held), ok=True)
+            return wanted
         except BackendError as error:
             log.warning("heartbeat of %d locks to %r failed: %s", len(alive), self.backend, error)
         except Exception:
             log.exception("heartbeat of %d locks to %r failed", len(alive), self.backend)
+        _count(self.backend, len(held), ok=False)
         return limit / 4  # again soon: what is held lives until its ttl
 
     def _report_losses(self) -> None:
@@ -167,6 +172,13 @@ class Session:
                 else:
                     self.backend.leave(ticket)
             ticket.gone = True
+
+
+def _count(backend: Backend, held: int, *, ok: bool) -> None:
+    """Tell the metrics how many held locks were renewed, or were not."""
+    seen = metrics.recorder
+    if seen is not None:
+        seen.renewed(backend.url, held, ok=ok)
 
 
 def _beat_interval(ticket: Ticket) -> float:

@@ -33,6 +33,7 @@ from ..lock import DistributedLock, Grant
 from ..membership import RefitMembership, should_rebuild
 from ..roster import Roster
 from .calls import METHODS, RankInfo, RefitAnswer, RefitCall, RefitSite
+from .chronicle import Chronicle
 from .interfaces import Cluster, Generation, Policy, WeightSynchronizer
 from .protocol import (
     BuildRequested,
@@ -134,6 +135,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self._opened: Backend | None = None
         self._owns_backend = False
         self.site = RefitSite("", namespace, fleet, roster_ttl_s)
+        self.chronicle = Chronicle(fleet)
         self._store: Any = None
         self.rendezvous: tuple[str, int] | None = None
         self._leader: Leader | None = None
@@ -184,6 +186,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         """The trainers changed their weights: what the fleet serves is the version before."""
         if self._leader is not None and self._leader.phase != "stopped":
             self._leader.handle(Stepped())
+            self.chronicle.stepped()
 
     # -- init -----------------------------------------------------------------------------------------
 
@@ -218,6 +221,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                     # the backend has lost what it knew; numbers grow all the same
                     reserved = Version(highest)
                 self._leader = Leader(self._fleet(), min_shards=self.min_shards)
+                self.chronicle.lead(self.backend, self.site.prefix, grant.token)
                 self._seats.watch(self._gone)
                 roster = self._seats.read()
                 self._drive(Elected(grant.token, reserved, current, roster, self._evicted(roster)))
@@ -381,13 +385,16 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         )
         with self._alone("sync_weights"), timed:
             leader = self._lead()
-            began = time.monotonic()
-            leader.stale |= only is None  # until this one has succeeded
-            self._prepare()
-            self.stages.plan(kv_scales or {})
-            request = SyncRequested(self.seats.read(), None if only is None else only[0])
-            run = self._drive(request, kv_scales=kv_scales or {}, began=began)
-            return self._report(leader, run)
+            with self.chronicle.operation(leader, "sync" if only is None else "only"):
+                began = time.monotonic()
+                leader.stale |= only is None  # until this one has succeeded
+                self._prepare()
+                self.stages.plan(kv_scales or {})
+                request = SyncRequested(self.seats.read(), None if only is None else only[0])
+                run = self._drive(request, kv_scales=kv_scales or {}, began=began)
+                report = self._report(leader, run)
+            self.chronicle.synced(leader, report)
+            return report
 
     def _report(self, leader: Leader, run: Run) -> RefitReport:
         membership = run.membership
@@ -520,6 +527,14 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         return not _settle_before_propagating(list(futures), self.stall_timeout_s, "ask")
 
     def _build(self, absent: frozenset[int], *, force: bool) -> bool:
+        leader = self._lead()
+        with self.chronicle.operation(leader, "build"):
+            built = self._build_groups(absent, force=force)
+        if built and self._membership is not None:
+            self.chronicle.built(leader, self._membership.absent)
+        return built
+
+    def _build_groups(self, absent: frozenset[int], *, force: bool) -> bool:
         """Build, and build again without whoever failed in it; a failure always leaves somebody out."""
         self.stages.plan({})
         rounds = len(self._fleet().shard_sizes) + 1
@@ -559,6 +574,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
     def _retire(self) -> None:
         if self._seats is not None:
             self._seats.close()
+        self.chronicle.close()
         grant, self._grant = self._grant, None
         if grant is not None and not grant.lost:
             with suppress(DprimsError):
@@ -582,7 +598,9 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             run.to_the_end(event)
         finally:
             self._run = None
+            self.chronicle.broke_at = run.broke_at
         if run.rebuilt:
+            self.chronicle.rebuilt()
             forget_groups(self._store, but=self.epoch)
         return run
 

@@ -101,6 +101,8 @@ class Run:
         self.membership: RefitMembership | None = None
         self.rebuilt = False
         self.phases: dict[str, float] = {}
+        self.broke_at: float | None = None
+        """When the machine first saw that the operation fails; monotonic."""
         self._mark = self.began
         self._calls: dict[tuple[int, Message], CallRecord] = {}
         self._deadline = None if sync.refit_timeout_s is None else self.began + sync.refit_timeout_s
@@ -118,6 +120,8 @@ class Run:
             phase = self.leader.phase
             actions = self.leader.handle(event)
             self._clock(phase)
+            if self.broke_at is None and self.leader.cause is not None:
+                self.broke_at = self._mark
             finish = self._perform(actions)
             if finish is not None:
                 break
