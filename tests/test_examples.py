@@ -48,5 +48,8 @@ def test_the_mesh_example_runs_as_a_job() -> None:
 
 def test_no_example_is_left_out() -> None:
     covered = {name for name, *_ in RUNS}
-    elsewhere = {"torchrun_refit.py"}  # tests/test_spmd.py runs it
+    elsewhere = {
+        "rl_loop.py",  # tests/test_rl_loop.py runs it
+        "torchrun_refit.py",  # tests/test_spmd.py runs it
+    }
     assert {path.name for path in EXAMPLES.glob("*.py")} - covered <= elsewhere
