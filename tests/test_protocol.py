@@ -124,6 +124,13 @@ def fleet() -> Fleet:
     return fleet
 
 
+def test_old_decisions_are_kept_while_somebody_in_the_roster_took_no_part(fleet: Fleet) -> None:
+    fleet.build(absent=frozenset({1}))  # condemned, and back in the roster as somebody new
+    assert not fleet.sync().forget
+    fleet.build(absent=frozenset())
+    assert fleet.sync().forget
+
+
 # ---- a sync ----------------------------------------------------------------------------------------
 
 
@@ -131,7 +138,7 @@ def test_a_first_sync_builds_sends_decides_and_switches_each_shard_paused() -> N
     fleet = Fleet()
     assert fleet.leader.stale
     finish = fleet.sync()
-    assert finish == p.Finish("sync", None, rebuilt=True)
+    assert finish == p.Finish("sync", None, rebuilt=True, forget=True)
     kinds = [a.message.kind if isinstance(a, p.Call) else type(a).__name__ for a in fleet.log]
     assert kinds[0] == "Reserve"
     assert kinds[1:9] == ["build"] * 4 + ["recv"] * 4
@@ -148,7 +155,7 @@ def test_a_first_sync_builds_sends_decides_and_switches_each_shard_paused() -> N
 
 def test_the_next_sync_uses_the_same_groups_and_the_next_number(fleet: Fleet) -> None:
     assert fleet.leader.stale
-    assert fleet.sync() == p.Finish("sync", None, rebuilt=False)
+    assert fleet.sync() == p.Finish("sync", None, rebuilt=False, forget=True)
     assert fleet.calls("build") == []
     assert fleet.leader.epoch == (1, 1)
     assert fleet.live == [2, 2, 2]
@@ -228,7 +235,7 @@ def test_a_shard_that_fails_to_switch_is_condemned_and_the_others_go_on(fleet: F
     assert fleet.leader.current == {1}
     assert fleet.live == [None, None, 2]
     fleet.script = lambda seat, message: "obey"
-    assert fleet.sync() == p.Finish("sync", None, rebuilt=True)  # it came back as somebody new
+    assert fleet.sync() == p.Finish("sync", None, rebuilt=True, forget=True)  # it came back as somebody new
     assert fleet.live == [3, 3, 3]
 
 
@@ -272,7 +279,7 @@ def test_reconcile_builds_only_what_differs(fleet: Fleet) -> None:
     fleet.restart(B0)  # died and came back before anybody looked
     assert fleet.build() == p.Finish("build", None, rebuilt=True)
     assert fleet.leader.stale
-    assert fleet.sync() == p.Finish("sync", None, rebuilt=False)
+    assert fleet.sync() == p.Finish("sync", None, rebuilt=False, forget=True)
     assert fleet.live == [2, 2, 2]
 
 
@@ -311,7 +318,7 @@ def test_one_shard_is_brought_up_in_an_epoch_of_its_own() -> None:
     assert fleet.ranks[A0].seen == (1, 1)
     assert not fleet.leader.stale
     fleet.leader.handle(p.Stepped())
-    assert fleet.sync() == p.Finish("sync", None, rebuilt=True)
+    assert fleet.sync() == p.Finish("sync", None, rebuilt=True, forget=True)
     assert fleet.live == [2, 2, 2]
 
 

@@ -244,7 +244,7 @@ def rebuild_often(times: int, server: RedisServer) -> None:
                 sync.sync_weights()
                 until(lambda: buried() <= others)  # one thread ends all these groups, 20 ms each
         slack = {"threads": 4, "descriptors": 40, "MiB": 32, "keys at the leader": 0}
-        slack["keys in the backend"] = 8 + times // 10  # the decision of each sync stays
+        slack["keys in the backend"] = 8
         now: dict[str, int] = {}
 
         def flat() -> bool:

@@ -123,6 +123,15 @@ class LeaderState:
     def _participants(self) -> list[int]:
         return [seat for seat, incarnation in enumerate(self._incarnations()) if incarnation]
 
+    def _all_took_part(self) -> bool:
+        """Whether nobody in the roster can hold what an earlier operation had staged."""
+        alive = {
+            seat
+            for seat, incarnation in enumerate(self.roster)
+            if incarnation and incarnation > self.gone[seat]
+        }
+        return alive.issubset(self._participants())
+
     def _reason(self, shard: int) -> str:
         if shard in self.excluded:
             return "excluded"
@@ -179,7 +188,8 @@ class LeaderState:
         self.phase = "idle"
         if cause and self.goal == "sync":
             self.stale = True
-        self._out.append(Finish(self.goal, cause, self.rebuilt and cause is None))
+        forget = cause is None and self.goal == "sync" and self._all_took_part()
+        self._out.append(Finish(self.goal, cause, self.rebuilt and cause is None, forget))
         self._clear()
 
     def _stop(self, cause: Cause) -> None:

@@ -238,11 +238,15 @@ class Condemn:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The operation is over: it succeeded when ``cause`` is None. ``rebuilt``: groups were built."""
+    """The operation is over: it succeeded when ``cause`` is None. ``rebuilt``: groups were built.
+
+    ``forget``: every decision cell that this leader wrote or read may be deleted, but the newest.
+    """
 
     goal: Literal["recover", "sync", "only", "build"]
     cause: Cause | None
     rebuilt: bool = False
+    forget: bool = False
 
 
 LeaderAction = Call | SetCell | Reserve | Publish | Condemn | Finish

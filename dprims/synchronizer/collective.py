@@ -35,6 +35,7 @@ from ..roster import Roster
 from .calls import METHODS, RankInfo, RefitAnswer, RefitCall, RefitSite
 from .chronicle import Chronicle
 from .interfaces import Cluster, Generation, Policy, WeightSynchronizer
+from .ledger import Ledger
 from .protocol import (
     BuildRequested,
     Deposed,
@@ -47,7 +48,6 @@ from .protocol import (
     Version,
     current_key,
     decode_version,
-    evicted_key,
     next_key,
 )
 from .recovery import refit
@@ -220,11 +220,13 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 if highest > (reserved.number if reserved else 0):
                     # the backend has lost what it knew; numbers grow all the same
                     reserved = Version(highest)
+                self.ledger = Ledger(self.backend, self.site.prefix)
                 self._leader = Leader(self._fleet(), min_shards=self.min_shards)
                 self.chronicle.lead(self.backend, self.site.prefix, grant.token)
                 self._seats.watch(self._gone)
                 roster = self._seats.read()
-                self._drive(Elected(grant.token, reserved, current, roster, self._evicted(roster)))
+                evicted = self.ledger.marked(seat for seat, stands in enumerate(roster) if not stands)
+                self._drive(Elected(grant.token, reserved, current, roster, frozenset(evicted)))
                 self._build(frozenset(), force=False)
             except BaseException:
                 self._retire()
@@ -240,14 +242,6 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             )
         reserved, current = (decode_version(value) if value else None for _, value in found)
         return reserved, current
-
-    def _evicted(self, roster: Sequence[int]) -> frozenset[int]:
-        """The seats that are not in because a leader deleted their entries, maybe a moment ago."""
-        return frozenset(
-            seat
-            for seat, incarnation in enumerate(roster)
-            if not incarnation and self.backend.get(evicted_key(self.site.prefix, seat)) is not None
-        )
 
     def _open_backend(self) -> None:
         if self._opened is not None:

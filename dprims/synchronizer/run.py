@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +49,7 @@ from .protocol import (
     SetCell,
     Silent,
     current_key,
-    decision_key,
-    decode_decision,
-    encode_decision,
     encode_version,
-    evicted_key,
     next_key,
 )
 from .settle import _settle_before_propagating
@@ -127,6 +122,8 @@ class Run:
                 break
             event = self._next_event()
         self.rebuilt = finish.rebuilt
+        if finish.forget:
+            self.sync.ledger.forget()
         if finish.cause is not None:
             raise self._error(finish.cause)
 
@@ -219,12 +216,8 @@ class Run:
     def _at_backend(self, action: LeaderAction) -> LeaderEvent:
         backend, prefix = self.sync.backend, self.sync.site.prefix
         if isinstance(action, SetCell):
-            key = decision_key(prefix, action.epoch, action.number)
-            return CellRead(
-                action.epoch,
-                action.number,
-                decode_decision(backend.write_once(key, encode_decision(action.value))),
-            )
+            stands = self.sync.ledger.decide(action.epoch, action.number, action.value)
+            return CellRead(action.epoch, action.number, stands)
         if isinstance(action, Reserve | Publish):
             key = next_key(prefix) if isinstance(action, Reserve) else current_key(prefix)
             return Fenced(
@@ -238,23 +231,20 @@ class Run:
         for seat, _ in action.entries:
             self.sync.journal.mark(seat, "condemned")
         self._fenced.update(seat for seat, _ in action.entries)  # that they go is no news
-        backend, prefix = self.sync.backend, self.sync.site.prefix
-        marks = {seat: evicted_key(prefix, seat) for seat in self.leader.seats[action.shard]}
+        ledger, mine = self.sync.ledger, dict(action.entries)
         try:
             # what an earlier leader deleted a moment ago may still be believed in by its rank
-            unsure = any(backend.get(mark) is not None for mark in marks.values())
-            for seat, incarnation in action.entries:
-                backend.compare_and_set(marks[seat], None, str(incarnation).encode())
-            for seat, incarnation in action.entries:
+            found = ledger.marked(self.leader.seats[action.shard])
+            unsure = bool(found)
+            ledger.mark(mine)
+            for seat, incarnation in mine.items():
                 unsure |= self.sync.seats.evict(seat, incarnation)
         except BackendError as error:
             self.inbox.put(Deposed(f"the backend gave no answer: {error}"))
             return
 
         def over() -> None:
-            with suppress(BackendError):  # a mark that stays costs a successor one more pause
-                for mark in marks.values():
-                    backend.delete(mark)
+            ledger.unmark(found | mine)
             self.inbox.put(Condemned(action.shard))
 
         # an entry that was not there any more had lapsed, which its rank has known for as long

@@ -7,10 +7,12 @@ from typing import Any
 from dprims.membership import Epoch
 from dprims.synchronizer.protocol import (
     COMMIT,
+    Leader,
     Version,
 )
 
 from .parts import (
+    DOWN,
     UP,
     Violation,
     Work,
@@ -59,6 +61,17 @@ class Invariants:
         for later, boss in enumerate(work.bosses[term:], term + 1):
             if boss.recovered:
                 raise Violation(f"I3: leader {term} succeeded after leader {later} had recovered")
+
+    def check_forgotten(self, work: Work, term: int, leader: Leader) -> None:
+        """Who is in the roster holds nothing staged whose cell this leader deletes now."""
+        newest = leader.epoch, leader.version.number
+        for seat, rank in enumerate(work.ranks):
+            member = self.table(seat).views[rank.machine]
+            if rank.process == DOWN or not 0 < member.incarnation == work.backend.roster[seat]:
+                continue
+            staged = member.staged
+            if staged and staged.epoch.term <= term and (staged.epoch, staged.version.number) != newest:
+                raise Violation(f"I9: leader {term} forgets the cell of {staged}, which seat {seat} holds")
 
     def check_record(self, term: int, name: str, stands: Any, version: Version) -> None:
         if stands and stands[1] and stands[1].number > version.number:

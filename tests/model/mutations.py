@@ -331,6 +331,14 @@ class NumberReused(World):
             self.unused = True
 
 
+class ForgetsTooMuch(World):
+    """Old cells are deleted while somebody who took no part may still be in doubt about one."""
+
+    class leader_class(Leader):
+        def _all_took_part(self) -> bool:
+            return True
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A broken rule, and where to look for the harm."""
@@ -369,6 +377,7 @@ MUTATIONS = [
     Mutation(LeftAlone, _one(shards=(1, 1), faults=0, wishes=1)),
     Mutation(KeepsReceiving, _one("leader crash", shards=(1, 1))),
     Mutation(PausesLate, _one("duplicate", shards=(1,))),
+    Mutation(ForgetsTooMuch, _one("crash", shards=(2, 1), **_BRIEF)),
     Mutation(OrderIgnored, _one("duplicate", faults=2, steps=1, **_BRIEF)),
     Mutation(NumberReused, _one("crash", shards=(1, 1), steps=1, **_BRIEF)),
 ]

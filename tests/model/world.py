@@ -338,6 +338,8 @@ class World(Moves, Invariants):
                         recovered = True
                         if action.rebuilt or action.goal != "build":
                             self.check_success(work, term)
+                    if action.forget:
+                        self.check_forgotten(work, term, self.leaders.views[machine])
                 else:
                     owed = (*owed, action)
             work.bosses[term - 1] = Boss(boss.process, machine, owed, recovered)
