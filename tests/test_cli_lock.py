@@ -297,10 +297,36 @@ def test_looking_at_nothing(redis_server: RedisServer, name: str) -> None:
     assert call("lock", "show", url, name).stdout == f"{name} is free\n"
     shown = call("lock", "show", url, name, "--json")
     assert json.loads(shown.stdout) == {"name": name, "owner": None, "waiters": []}
-    assert call("lock", "ls", url, name).stdout == ""
+    listed = call("lock", "ls", url, name)
+    nothing = f"dprims lock ls: no lock that starts with '{name}' is held in namespace dprims\n"
+    assert (listed.returncode, listed.stdout, listed.stderr) == (0, "", nothing)
+    assert call("lock", "ls", url, "--namespace", name).stderr.startswith("dprims lock ls: no lock is held")
     assert json.loads(call("lock", "ls", url, name, "--json").stdout) == []
     broken = call("lock", "break", url, name)
     assert (broken.returncode, broken.stderr) == (1, f"dprims lock break: {name} is not held\n")
+
+
+def test_a_label_cannot_break_the_table(
+    redis_server: RedisServer, backend: dprims.Backend, name: str
+) -> None:
+    label = "first\nsecond\x1b[31m\u2028red é"
+    lock = dprims.DistributedLock(name, backend, label=label)
+    roster = dprims.Roster(name, backend)
+    with lock as grant:
+        roster.join("a", {"words": "x\ny"})
+        url, shown = redis_server.url, r"first\nsecond\x1b[31m\u2028red é pid"
+        _, row = call("lock", "ls", url, name).stdout.splitlines()
+        assert shown in row
+        assert shown in (held := call("lock", "show", url, name).stdout)
+        assert held.count("\n") == 1
+        assert len(call("roster", url, name).stdout.splitlines()) == 2
+        assert json.loads(call("lock", "ls", url, name, "--json").stdout)[0]["label"] == label
+        broken = call("lock", "break", url, name).stdout
+        assert shown in broken
+        assert broken.count("\n") == 1
+        with pytest.raises(dprims.LockLost):
+            grant.release()
+    roster.leave()
 
 
 def test_namespaces_are_apart(redis_server: RedisServer, backend: dprims.Backend, name: str) -> None:
@@ -313,7 +339,9 @@ def test_namespaces_are_apart(redis_server: RedisServer, backend: dprims.Backend
 def test_roster(redis_server: RedisServer, backend: dprims.Backend, name: str) -> None:
     url = redis_server.url
     assert json.loads(call("roster", url, name, "--json").stdout) == []
-    assert call("roster", url, name).stdout == ""
+    empty = call("roster", url, name)
+    assert (empty.returncode, empty.stdout) == (0, "")
+    assert empty.stderr == f"dprims roster: nobody is in roster {name} of namespace dprims\n"
     roster = dprims.Roster(name, backend)
     grant = roster.join("shard 0", {"gpus": 2})
     roster.join("shard 1")
@@ -347,6 +375,7 @@ def test_roster(redis_server: RedisServer, backend: dprims.Backend, name: str) -
         (["lock", "run", "URL", "", "--", "ls"], "lock name is ''"),
         (["lock", "run", "nowhere://x", "n", "--", "ls"], "scheme is 'nowhere'"),
         (["lock", "run", "nowhere", "n", "--", "ls"], "expected scheme://"),
+        (["lock", "run", "memory://x", "n", "--", "ls"], "'memory://x' is seen by one process alone"),
         (["lock", "show", "URL"], "Missing argument"),
         (["lock", "show", "URL", "x" * 600], "expected 1 to 512 bytes"),
         (["lock", "ls", "URL", "a", "b"], "unexpected extra argument"),

@@ -12,8 +12,9 @@ import typer
 from ..backend import Backend, Owner, check_name, connect
 from ..lock import DistributedLock
 from ..record import owner_of
-from ._columns import columns
+from ._columns import columns, one_line
 from ._under_lock import run_under
+from ._urls import seen_by_others
 
 lock = typer.Typer(help="Run a command under a lock; list, show and break locks.", no_args_is_help=False)
 
@@ -51,7 +52,7 @@ def run(
     """
     if no_wait and timeout is not None:
         raise typer.BadParameter("cannot be used with --timeout", param_hint="--no-wait")
-    with connect(url) as backend:
+    with connect(seen_by_others(url)) as backend:
         guarded = DistributedLock(
             name,
             backend,
@@ -79,7 +80,11 @@ def ls(
         held = {place.name.removeprefix(start): owner_of(place) for place in backend.held(start + prefix)}
     if as_json:
         typer.echo(json.dumps([{"name": name, **_data(owner)} for name, owner in held.items()]))
-    elif held:
+    elif not held:
+        typer.echo(
+            f"dprims lock ls: no lock {_that_starts(prefix)}is held in namespace {namespace}", err=True
+        )
+    else:
         rows = ((name, owner.token, owner, _ago(owner)) for name, owner in held.items())
         typer.echo(columns(("NAME", "TOKEN", "HOLDER", "ASKED"), rows))
 
@@ -93,11 +98,13 @@ def show(url: Url, name: Name, namespace: Namespace = "dprims", as_json: AsJson 
         data = {"name": name, "owner": owner and _data(owner), "waiters": [_data(one) for one in waiters]}
         typer.echo(json.dumps(data))
         return
-    typer.echo(
-        f"{name} is held by {owner} since {_ago(owner)}, token {owner.token}" if owner else f"{name} is free"
-    )
+    if owner is None:
+        typer.echo(f"{name} is free")
+    else:
+        holder = one_line(str(owner))
+        typer.echo(f"{name} is held by {holder} since {_ago(owner)}, token {owner.token}")
     for place, waiter in enumerate(waiters, 1):
-        typer.echo(f"{place:3d}. {waiter}, waiting since {_ago(waiter)}")
+        typer.echo(f"{place:3d}. {one_line(str(waiter))}, waiting since {_ago(waiter)}")
 
 
 @lock.command("break")
@@ -122,7 +129,7 @@ def break_(
     if as_json:
         typer.echo(json.dumps({"name": name, "broken": done, "owner": owner and _data(owner)}))
     elif done:
-        typer.echo(f"{name} was taken from {owner}")
+        typer.echo(f"{name} was taken from {one_line(str(owner))}")
     else:
         otherwise = f"held with token {held}, not {token}" if held and token else "not held"
         typer.echo(f"dprims lock break: {name} is {otherwise}", err=True)
@@ -135,6 +142,10 @@ def _look(backend: Backend, namespace: str, name: str) -> tuple[Owner | None, li
     places = [owner_of(place) for place in backend.queue(full_name)]
     held = bool(places) and places[0].token is not None
     return (places[0] if held else None), places[held:]
+
+
+def _that_starts(prefix: str) -> str:
+    return f"that starts with {prefix!r} " if prefix else ""
 
 
 def _data(owner: Owner) -> dict[str, Any]:

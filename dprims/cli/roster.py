@@ -24,7 +24,9 @@ def roster(
         members = Roster(name, backend, namespace=namespace).members().values()
     if as_json:
         typer.echo(json.dumps([asdict(member) for member in members]))
-    elif members:
+    elif not members:
+        typer.echo(f"dprims roster: nobody is in roster {name} of namespace {namespace}", err=True)
+    else:
         rows = (
             (one.name, one.incarnation, one.owner, "" if one.payload is None else json.dumps(one.payload))
             for one in members
