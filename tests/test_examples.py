@@ -50,6 +50,8 @@ def test_no_example_is_left_out() -> None:
     covered = {name for name, *_ in RUNS}
     elsewhere = {
         "rl_loop.py",  # tests/test_rl_loop.py runs it
+        "sglang_client.py",  # tests/test_sglang_client.py
         "torchrun_refit.py",  # tests/test_spmd.py runs it
+        "vllm_worker.py",  # tests/test_vllm_worker.py
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} - covered <= elsewhere
