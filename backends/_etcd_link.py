@@ -64,6 +64,7 @@ class Endpoint:
         self.lease = rpc.LeaseStub(channel)
         self.watch = rpc.WatchStub(channel)
         self.auth = rpc.AuthStub(channel)
+        self.maintenance = rpc.MaintenanceStub(channel)
 
     def close(self) -> None:
         """Close the channel, unless it is the caller's."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dprims.backend import Backend, Guarantees, Place, Ticket
+from dprims.backend import Backend, Guarantees, Place, ServerFacts, Ticket
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 
 from . import _etcd_wire as wire
@@ -186,6 +186,16 @@ class EtcdBackend(Backend):
         self._life().txn("delete a cell", wire.txn(wire.delete(self._keys.cell(key))))
 
     # -- life -------------------------------------------------------------------------------------
+
+    def server_facts(self) -> ServerFacts:
+        def attempt(endpoint: Any, limits: dict[str, Any]) -> tuple[Any, Any]:
+            status = endpoint.maintenance.Status(wire.rpc.StatusRequest(), **limits)
+            return status, endpoint.maintenance.Alarm(wire.rpc.AlarmRequest(), **limits)
+
+        status, alarms = self._life().link.run("say how it is", attempt)
+        raised = sorted({wire.rpc.AlarmType.Name(one.alarm) for one in alarms.alarms})
+        settings = {"server": "etcd", "leader": "one" if status.leader else "none"}
+        return ServerFacts(status.version, None, settings | ({"alarms": ",".join(raised)} if raised else {}))
 
     def disconnect(self) -> None:
         self._closed = True

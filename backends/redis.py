@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dprims.backend import Backend, Guarantees, Place, Ticket
+from dprims.backend import Backend, Guarantees, Place, ServerFacts, Ticket
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 
 from . import _redis_scripts as lua
@@ -221,6 +221,15 @@ class RedisBackend(Backend):
         self._wire.call(("DEL", _cell(key)[0]))
 
     # -- life -------------------------------------------------------------------------------------
+
+    def server_facts(self) -> ServerFacts:
+        (seconds, micros), text = self._wire.call(("TIME",), ("INFO",)).values
+        info = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+        wanted = ("role", "maxmemory", "maxmemory_policy", "aof_enabled")
+        settings = {"server": "redis"} | {name: info[name] for name in wanted if name in info}
+        if "master_host" in info:
+            settings["master"] = f"{info['master_host']}:{info.get('master_port', '')}"
+        return ServerFacts(info.get("redis_version", ""), int(seconds) + int(micros) / 1e6, settings)
 
     def disconnect(self) -> None:
         self._wire.close()

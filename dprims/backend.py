@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -73,6 +73,16 @@ class Guarantees:
     """Whose clock measures a ttl."""
     limits: str
     """What is *not* promised, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself, for ``dprims doctor``; empty where it says nothing."""
+
+    version: str = ""
+    clock: float | None = None
+    """Its wall clock, in Unix seconds, when it answered."""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +226,10 @@ class Backend(ABC):
         """Remove a cell; nothing happens when there is none."""
 
     # -- life -----------------------------------------------------------------------------------
+
+    def server_facts(self) -> ServerFacts:
+        """What the server says of itself. Reads only; bounded as every call is."""
+        return ServerFacts()
 
     @abstractmethod
     def disconnect(self) -> None:

@@ -24,6 +24,8 @@ LOCKS = ("lock", "roster", "session", "record")
 MESH = ("mesh", "_mesh_*")
 SYNCHRONIZER = ("synchronizer", "synchronizer.*")
 BELOW = (*PURE, *LOCKS, *MESH, "backend", "metrics", "tied", "torchstore")
+# What judges facts; what gathers them stands beside it.
+DOCTOR = tuple(f"doctor.{name}" for name in ("checks", "findings", "facts", "rule", "_check_*", "_rules_*"))
 CLIENTS = ("torch", "redis", "valkey", "etcd3", "grpc", "google")
 # A value or a state machine is told the time, and by whom; it does not look.
 OUTSIDE = ("asyncio", "datetime", "multiprocessing", "os", "random")
@@ -85,6 +87,14 @@ LAYERS = (
     ),
     Layer(("status",), may=(*BELOW, *PROTOCOL)),
     Layer(("metrics",), packages_lazily=("prometheus_client",)),
+    Layer(DOCTOR, may=(*DOCTOR, "synchronizer.environment"), never=OUTSIDE),
+    Layer(("doctor.gather",), may=("doctor.*", "synchronizer.rendezvous")),
+    Layer(
+        ("doctor", "doctor.*"),
+        may=("backend", "doctor", "doctor.*", "synchronizer.environment"),
+        lazily=("lock", "backends.*"),
+        packages_lazily=("google", "redis", "rich", "torch"),
+    ),
     Layer(
         ("testing", "testing.*"),
         may=(*BELOW, *SYNCHRONIZER, "engines.*", "testing.*"),

@@ -21,6 +21,7 @@ import torch
 
 from ..exceptions import BackendMisconfigured, DeviceLost, RefitAborted
 from .clients import Clients
+from .environment import blocking_wait
 from .graveyard import bury
 from .guard import POLL_S, Guard, Query
 from .handshake import handshake
@@ -283,10 +284,8 @@ def _nccl(
 ) -> ProcessGroup:
     from torch.distributed import BroadcastOptions, ProcessGroup, ProcessGroupNCCL
 
-    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true", "yes", "on", "y", "t"):
-        raise BackendMisconfigured(
-            "TORCH_NCCL_BLOCKING_WAIT is set: waits would block where no guard sees them"
-        )
+    if (name := blocking_wait(os.environ)) is not None:
+        raise BackendMisconfigured(f"{name} is set: waits would block where no guard sees them")
     # the current device is per thread, and this is a thread of its own
     torch.cuda.set_device(device)
     options = ProcessGroupNCCL.Options()

@@ -1,0 +1,42 @@
+"""Keeps passwords out of what is printed."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+_SECRET = ("pass", "secret", "token")
+LEAST = 4
+"""A shorter secret is not looked for in texts: it would be found in every word."""
+
+
+def shown(url: str) -> str:
+    """*url* without what is secret in it: the password, and options that are named after one."""
+    for secret in sorted(secrets_of(url, decoded=False), key=len, reverse=True):
+        for before, after in ((":", "@"), ("=", "&"), ("=", "")):
+            if after or url.endswith(f"{before}{secret}"):
+                url = url.replace(f"{before}{secret}{after}", f"{before}***{after}")
+    return url
+
+
+def secrets_of(url: str, *, decoded: bool = True) -> set[str]:
+    """The secrets in a URL, as they stand there and, where *decoded*, as they are meant."""
+    parts = urlsplit(url)
+    login = parts.netloc.rpartition("@")[0]
+    _, colon, password = login.partition(":")
+    found = {password} if colon else set()
+    for option in parts.query.split("&"):
+        name, _, value = option.partition("=")
+        if any(word in name.lower() for word in _SECRET):
+            found.add(value)
+    if decoded:
+        found |= {unquote(one) for one in found}
+        found |= {v for n, v in parse_qsl(parts.query) if any(word in n.lower() for word in _SECRET)}
+    return found - {""}
+
+
+def scrub(text: str, secrets: set[str]) -> str:
+    """*text* with each secret that stands in it replaced."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= LEAST:
+            text = text.replace(secret, "***")
+    return text
