@@ -256,7 +256,7 @@ class Pending:
 
 def test_an_abort_returns_when_nothing_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     group, fake = fake_nccl(monkeypatch)
-    group.abort(20.0, pending=[Pending(fake.aborted)])
+    group.abort(20.0, pending=lambda: [Pending(fake.aborted)])
     assert fake.aborted.is_set()
     with pytest.raises(RefitAborted):
         group.broadcast(torch.zeros(1))
@@ -266,7 +266,7 @@ def test_a_device_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatc
     group, _ = fake_nccl(monkeypatch)
     start = time.monotonic()
     with pytest.raises(DeviceLost, match=r"rank 0 of fake: cuda:0 did not come back within 0\.2 s"):
-        group.abort(0.2, pending=[Pending(None)])
+        group.abort(0.2, pending=lambda: [Pending(None)])
     assert time.monotonic() - start < 10.0
 
 

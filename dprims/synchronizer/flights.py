@@ -110,9 +110,12 @@ class Loop:
 
     def _walk_away(self) -> None:
         flights, self._flights = self._flights, deque()
+
         # memory that is let go of must be written to neither by the wire nor by what runs beside it
-        awaited: list[Any] = [q for flight in flights for q in flight.arrival]
-        pending = [q for q in (*awaited, *self.lane.idle()) if hasattr(q, "query")]
+        def pending() -> Sequence[Query]:
+            awaited: list[Any] = [q for flight in flights for q in flight.arrival]
+            return [q for q in (*awaited, *self.lane.idle()) if hasattr(q, "query")]
+
         held = [(flight.works, flight.regions, flight.held) for flight in flights]
         self.group.abort(pending=pending, held=held)
 

@@ -9,17 +9,16 @@ torch's watchdog, which would end the process.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..exceptions import BackendMisconfigured, DeviceLost, RefitAborted
+from .aborts import abort_aside, wait_for_aborts
 from .clients import Clients
 from .environment import blocking_wait
 from .graveyard import bury
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["CommGroup", "choose_address", "join_store", "leader_store"]
-
-_log = logging.getLogger("dprims.group")
 
 ABORT_GRACE_S = 10.0
 """How long an aborted NCCL communicator may take to give its streams back."""
@@ -114,6 +111,7 @@ class CommGroup:
         Raises:
             ValueError: rank, size, backend or device do not fit together.
             HandshakeMismatch, RefitError, RefitTimeout, RefitAborted: as `handshake`.
+            DeviceLost: an earlier group's abort does not end on this device.
         """
         where = torch.device(device)
         if where.type == "cuda" and where.index is None:
@@ -124,6 +122,8 @@ class CommGroup:
             raise ValueError(f"backend {backend!r} with device {where}: gloo needs cpu, nccl needs cuda")
         guard = guard or Guard(deadline=time.monotonic() + timeout_s, what=prefix)
         clients = store if isinstance(store, Clients) else Clients(store)
+        if backend == "nccl":
+            wait_for_aborts(where, guard, ABORT_GRACE_S)
         handshake(
             clients, rank, size, record or {}, guard=guard, prefix=prefix, key="build", plan=plan,
             members=members, refusal=refusal, group=prefix,
@@ -141,7 +141,7 @@ class CommGroup:
             pg = guard.call(connect, f"connecting {prefix}")
         except BaseException:
             if half_built:
-                _abort_aside(half_built[0], where, prefix)
+                abort_aside(half_built[0], where, prefix)
                 bury(half_built, op_timeout_s)
             raise
         return cls(pg, clients, prefix, rank, size, where, op_timeout_s)
@@ -190,17 +190,22 @@ class CommGroup:
         works[:] = [pg._end_coalescing(self.device)]
 
     def abort(
-        self, grace_s: float = ABORT_GRACE_S, *, pending: Sequence[Query] = (), held: Sequence[Any] = ()
+        self,
+        grace_s: float = ABORT_GRACE_S,
+        *,
+        pending: Callable[[], Sequence[Query]] = tuple,
+        held: Sequence[Any] = (),
     ) -> None:
         """End the group in the middle of its work. Bounded, and safe when a peer is dead or frozen.
 
-        NCCL's communicator is aborted on a daemon thread, and the call returns when every event in `pending`
+        NCCL's communicator is aborted on a daemon thread, and the call returns when every event of `pending`
         has completed: then nothing writes into the buffers any more. gloo cannot abort: the group, and `held`
         (works and buffers), are left to themselves until torch's timeout has passed.
 
         Args:
             grace_s: how long NCCL may take, in seconds.
-            pending: events behind everything that was enqueued on this group.
+            pending: gives events behind everything that was enqueued on this group; called when the abort
+                has begun, since recording one may block for as long as a kernel spins.
             held: what an abandoned operation still uses.
 
         Raises DeviceLost when the events have not completed within the grace: the process must be replaced.
@@ -214,10 +219,11 @@ class CommGroup:
             del pg
             bury(remains, self.op_timeout_s)
             return
-        _abort_aside(pg, self.device, self.name)
+        abort_aside(pg, self.device, self.name)
         del pg
         deadline = time.monotonic() + grace_s
-        while not all(event.query() for event in pending):
+        events = pending()
+        while not all(event.query() for event in events):
             if time.monotonic() >= deadline:
                 bury(remains, self.op_timeout_s)
                 raise DeviceLost(
@@ -235,7 +241,7 @@ class CommGroup:
         """
         pg = self._pg
         if pg is not None and self.backend == "nccl":
-            _abort_aside(pg, self.device, self.name)
+            abort_aside(pg, self.device, self.name)
 
     def release(self) -> None:
         """Give up a group that is idle. Returns at once; the rest happens on other threads."""
@@ -245,7 +251,7 @@ class CommGroup:
         self.broken = "it was released"
         if self.backend == "nccl":
             # an orderly shutdown is a collective of its own, and hangs when a peer has died meanwhile
-            _abort_aside(pg, self.device, self.name)
+            abort_aside(pg, self.device, self.name)
         remains = [pg]
         del pg
         bury(remains)
@@ -304,16 +310,3 @@ def _nccl(
     pg.broadcast([warm_up], BroadcastOptions()).wait()
     torch.cuda.current_stream(device).synchronize()
     return pg
-
-
-def _abort_aside(pg: ProcessGroup, device: torch.device, name: str) -> None:
-    """Abort NCCL's communicator on a daemon thread that nobody joins: it may never return."""
-
-    def abort() -> None:
-        try:
-            torch.cuda.set_device(device)
-            pg.abort()
-        except Exception:  # noqa: BLE001 - the waiter is long gone, only the log is left
-            _log.exception("aborting %s on %s failed", name, device)
-
-    threading.Thread(target=abort, name=f"dprims-abort-{name}", daemon=True).start()

@@ -177,6 +177,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--rebuilds", type=int, default=REBUILDS)
+    parser.add_argument(
+        "--only-rebuilds", action="store_true", help="lose nobody but by an error in a rebuild"
+    )
     options = parser.parse_args()
     plan = Plan.build(DictSource(model(0, "cpu")).metadata(), bucket_bytes=16 << 20)
     middle = len(plan.buckets) // 2
@@ -186,6 +189,8 @@ def main() -> None:
         places[f"bucket {near}, {lane}"] = ("bucket", near)
     cases = [(action, place, False) for action in ("kill", "stop", "raise") for place in places]
     cases += [(action, place, True) for action in ("kill", "stop") for place in list(places)[1:2]]
+    if options.only_rebuilds:
+        cases.clear()
     rows: list[dict[str, Any]] = []
     held: list[dict[str, Any]] = []
     print(f"{len(plan.buckets)} buckets, {plan.nbytes >> 20} MiB, {torch.cuda.device_count()} GPUs\n")
