@@ -1,0 +1,75 @@
+"""Aborts of NCCL communicators, each on a thread of its own, and the wait for them.
+
+An abort frees device memory, and the driver then waits, under the context's lock, for all that runs on the
+device. A kernel of another communicator that spins because its peer is gone never ends by itself: whoever
+would end it then waits for that lock, in the least call, and the process hangs for good. So no communicator
+is begun on a device while another one's abort is under way there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..exceptions import DeviceLost
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .guard import Guard
+
+__all__ = ["abort_aside", "wait_for_aborts"]
+
+POLL_S = 0.001
+
+_log = logging.getLogger("dprims.aborts")
+_lock = threading.Lock()
+_running: dict[threading.Thread, tuple[torch.device, str]] = {}
+
+
+def abort_aside(pg: ProcessGroup, device: torch.device, name: str) -> None:
+    """Abort NCCL's communicator on a daemon thread, which may never return. Returns when it has begun."""
+    begun = threading.Event()
+
+    def abort() -> None:
+        try:
+            torch.cuda.set_device(device)  # the current device is per thread
+            begun.set()
+            pg.abort()
+        except Exception:  # noqa: BLE001 - the waiter is long gone, only the log is left
+            _log.exception("aborting %s on %s failed", name, device)
+        finally:
+            begun.set()
+            with _lock:
+                del _running[threading.current_thread()]
+
+    thread = threading.Thread(target=abort, name=f"dprims-abort-{name}", daemon=True)
+    with _lock:
+        _running[thread] = device, name
+    thread.start()
+    begun.wait()
+
+
+def wait_for_aborts(device: torch.device, guard: Guard, grace_s: float) -> None:
+    """Return when no abort is under way on *device*.
+
+    Raises what *guard* raises, and DeviceLost after *grace_s* seconds: the process has to be replaced.
+    """
+    deadline = time.monotonic() + grace_s
+    while names := _under_way(device):
+        guard.check()
+        if time.monotonic() >= deadline:
+            raise DeviceLost(
+                f"{guard.what}: {device} still aborts {', '.join(names)} after {grace_s} s; "
+                "this process has to be replaced"
+            )
+        time.sleep(POLL_S)
+
+
+def _under_way(device: torch.device) -> list[str]:
+    with _lock:
+        return sorted(name for where, name in _running.values() if where == device)
