@@ -244,6 +244,48 @@ def test_direct_pieces_go_in_one_group_call(monkeypatch: pytest.MonkeyPatch) -> 
     assert works == ["the one work"]
 
 
+def test_a_body_that_raises_leaves_no_group_call_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's group call belongs to the thread: left open, it would swallow what later groups enqueue."""
+    group, fake = fake_nccl(monkeypatch)
+    with pytest.raises(KeyError), group.coalesced():
+        raise KeyError
+    assert fake.asked == ["start", "end"]
+
+    def fail(device: torch.device) -> str:
+        fake.asked.append("end")
+        raise RuntimeError("remote process exited")
+
+    fake._end_coalescing = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyError), group.coalesced():
+        raise KeyError
+    assert fake.asked == ["start", "end"] * 2
+
+
+def test_a_group_call_that_was_aborted_half_way_costs_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, fake = fake_nccl(monkeypatch)
+    other, _ = fake_nccl(monkeypatch)
+    seen: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with group.coalesced():
+                group.interrupt()
+                raise RuntimeError("NCCL communicator was aborted")
+        except RuntimeError:
+            pass
+        try:
+            other.broadcast(torch.zeros(1))
+        except DeviceLost as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert fake.asked == ["start"]
+    assert "a group call of fake was aborted half way" in str(seen[0])
+    other.broadcast(torch.zeros(1))
+
+
 class Pending:
     """An event that completes when the abort has come through, or never."""
 

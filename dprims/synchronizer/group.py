@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["CommGroup", "choose_address", "join_store", "leader_store"]
+
+_thread = threading.local()
+"""``open``: the group whose NCCL group call was left open on this thread."""
 
 ABORT_GRACE_S = 10.0
 """How long an aborted NCCL communicator may take to give its streams back."""
@@ -62,6 +66,7 @@ class CommGroup:
         self._pg: ProcessGroup | None = pg
         self._clients = clients
         self._rounds = 0
+        self._interrupted = False
         self.name = name
         self.rank = rank
         self.size = size
@@ -172,21 +177,34 @@ class CommGroup:
         options = BroadcastOptions()
         options.rootRank = root
         options.asyncOp = True
+        _refuse_open_call()
         return self._live().broadcast([tensor], options)
 
     @contextlib.contextmanager
     def coalesced(self) -> Iterator[list[Any]]:
         """Enqueue the broadcasts of the body as one operation where the backend can; yields the works.
 
-        The list is complete when the body has ended.
+        The list is complete when the body has ended. NCCL's group call is closed when the body raises, too:
+        the call is the thread's, and while one is open nothing is launched there, by any communicator.
+
+        Raises DeviceLost on a thread whose group call could not be closed.
         """
         works: list[Any] = []
         if self.backend == "gloo":
             yield works
             return
         pg = self._live()
+        _refuse_open_call()
         pg._start_coalescing(self.device)
-        yield works
+        try:
+            yield works
+        except BaseException:
+            if self._interrupted:
+                _thread.open = self.name  # its operations are on a communicator that is gone
+            else:
+                with contextlib.suppress(RuntimeError):
+                    pg._end_coalescing(self.device)
+            raise
         works[:] = [pg._end_coalescing(self.device)]
 
     def abort(
@@ -241,6 +259,7 @@ class CommGroup:
         """
         pg = self._pg
         if pg is not None and self.backend == "nccl":
+            self._interrupted = True
             abort_aside(pg, self.device, self.name)
 
     def release(self) -> None:
@@ -260,6 +279,14 @@ class CommGroup:
         if self._pg is None:
             raise RefitAborted(f"rank {self.rank} of {self.name}: the group carries nothing, {self.broken}")
         return self._pg
+
+
+def _refuse_open_call() -> None:
+    if (left := getattr(_thread, "open", None)) is not None:
+        raise DeviceLost(
+            f"a group call of {left} was aborted half way on this thread, where NCCL launches nothing any more; "
+            "this process has to be replaced"
+        )
 
 
 def _gloo(store: Any, rank: int, size: int, op_timeout_s: float, address: str | None) -> ProcessGroup:
