@@ -284,7 +284,7 @@ class CommGroup:
 def _refuse_open_call() -> None:
     if (left := getattr(_thread, "open", None)) is not None:
         raise DeviceLost(
-            f"a group call of {left} was aborted half way on this thread, where NCCL launches nothing any more; "
+            f"a group call of {left} was aborted half way on this thread, where NCCL launches nothing more; "
             "this process has to be replaced"
         )
 
