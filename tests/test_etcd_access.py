@@ -197,6 +197,7 @@ def answers(call: Callable[[], object]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_cluster_that_loses_member_after_member_and_gets_them_back() -> None:
     servers = cluster(3)
     try:

@@ -26,6 +26,7 @@ def run(*command: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", [[], ["redis"], ["etcd"]], ids=["torchrun's store", "redis", "etcd"])
 def test_groups_are_built_one_at_a_time(server: list[str]) -> None:
     *pairs, verdict = run("lock.py", *server, "--ranks", "3")

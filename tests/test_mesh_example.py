@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dprims import ParallelLayout
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "mesh.py"
@@ -29,6 +31,7 @@ def test_on_paper_it_prints_the_groups_of_1024_ranks() -> None:
     assert [line.rpartition(": ")[2] for line in lines] == [str(ranks) for ranks in layout.groups("pp_cp_tp")]
 
 
+@pytest.mark.slow
 def test_in_a_job_every_rank_has_the_batch_of_its_head() -> None:
     lines = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
     layout = ParallelLayout(world_size=8, pp=2, dp_shard=2, tp=2)

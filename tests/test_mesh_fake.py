@@ -81,6 +81,7 @@ def check_agreement(layout: ParallelLayout, rank: int) -> None:
     meshes.close()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data(), layouts())
 def test_torch_and_the_layout_agree(data: st.DataObject, layout: ParallelLayout) -> None:
@@ -89,6 +90,7 @@ def test_torch_and_the_layout_agree(data: st.DataObject, layout: ParallelLayout)
         check_agreement(layout, rank)
 
 
+@pytest.mark.slow
 def test_every_subset_of_degrees_of_one_has_every_mesh() -> None:
     for sizes in product((1, 2), repeat=5):
         world_size = prod(sizes)

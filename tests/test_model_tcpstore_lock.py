@@ -15,6 +15,7 @@ from .model.tcpstore_lock import Violation, World, explore
 # -- it holds -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world",
     [

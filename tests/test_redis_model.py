@@ -16,6 +16,7 @@ from .model.redis_lock import Client, Queue, Request, Violation, World, explore
 # -- it holds -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world",
     [

@@ -260,6 +260,7 @@ def settled(sync: Any, client: Any) -> bool:
     return first == usage(sync, client)
 
 
+@pytest.mark.slow
 def test_thirty_rebuilds_leave_nothing_behind(private_redis: RedisServer) -> None:
     rebuild_often(30, private_redis)
 
