@@ -21,6 +21,9 @@ _ERRORS = {
     "MissingExtra": "extra-needed",
 }
 
+_WORDS = {"no leader": "etcd-no-leader", "database space exceeded": "etcd-full"}
+"""What a server says of itself in the words of an error."""
+
 
 def check_backend(backend: BackendFacts | None) -> Iterator[Finding]:
     """Everything about a backend."""
@@ -33,9 +36,8 @@ def check_backend(backend: BackendFacts | None) -> Iterator[Finding]:
     if backend.error:
         if any(not one.error for one in backend.reach) or not backend.reach:
             code = _ERRORS.get(backend.error_type, "failed")
-            if "no leader" in backend.error:
-                code = "etcd-no-leader"
-            yield find(code, url=backend.url, error=backend.error)
+            code = next((known for words, known in _WORDS.items() if words in backend.error), code)
+            yield find(code, url=backend.url, error=backend.error, alarm="NOSPACE")
         return
     if not backend.guarantees:  # it was not even tried: nothing of it can be reached
         return

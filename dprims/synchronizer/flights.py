@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,6 @@ class Loop:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._enqueueing.stop()
         if kind is not None:
-            self._keep_times(cut=True)
             self._walk_away()
             return
         if self.faults is not None:
@@ -91,24 +90,20 @@ class Loop:
                 self.faults.at("decision", self.rank)
                 self.guard.check()
             except BaseException:
-                self._keep_times(cut=True)
                 self._walk_away()
                 raise
-        self._keep_times()
+        self._keep_times(self.lane.finish())
 
-    def _keep_times(self, *, cut: bool = False) -> None:
-        """Put what was timed into the stats; of a transfer that was *cut*, what was under way, too."""
-        now = time.monotonic()
-        spans = list(self._spans)
-        if cut:
-            spans += [Span("cut", flight.bucket.index, flight.began, now) for flight in self._flights]
-        with suppress(RuntimeError) if cut else nullcontext():  # a device that is lost has no times
-            spans += self.lane.finish()
-        self.stats.seconds = now - self._began
+    def _keep_times(self, more: Sequence[Span]) -> None:
+        """Put what was timed on the host, and *more*, into the stats."""
+        self.stats.seconds = time.monotonic() - self._began
         self.stats.wire_s = self._last - self._first
-        self.stats.spans = sorted(spans, key=lambda span: span.start)
+        self.stats.spans = sorted([*self._spans, *more], key=lambda span: span.start)
 
     def _walk_away(self) -> None:
+        now = time.monotonic()
+        cut = [Span("cut", flight.bucket.index, flight.began, now) for flight in self._flights]
+        self._keep_times(cut)
         flights, self._flights = self._flights, deque()
 
         # memory that is let go of must be written to neither by the wire nor by what runs beside it
@@ -118,6 +113,9 @@ class Loop:
 
         held = [(flight.works, flight.regions, flight.held) for flight in flights]
         self.group.abort(pending=pending, held=held)
+        # a device answers now, where it is not lost
+        with suppress(RuntimeError):
+            self._keep_times([*cut, *self.lane.finish()])
 
     def on_host(self, phase: str, bucket: int) -> AbstractContextManager[None]:
         """Take the time that the body takes on the host."""
