@@ -75,10 +75,10 @@ def _show_table(findings: Sequence[Finding], out: TextIO) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_lines=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    table.add_column("")
-    table.add_column("found", overflow="fold", ratio=1)
+    table = Table(show_header=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold", ratio=1)
     before = ""
     for one in findings:
         said = Text(one.what)

@@ -52,6 +52,8 @@ class CallRecord:
     times: Times | None = None
     error: str = ""
     stats: Mapping[int, TransferStats] = field(default_factory=dict)
+    operation: int = 0
+    """The number of the journal's operation that it belongs to."""
 
 
 @dataclass(slots=True)
@@ -75,11 +77,13 @@ class Journal:
         self._lock = threading.Lock()
         self._done: deque[Operation] = deque(maxlen=MOST)
         self._now: Operation | None = None
+        self._number = 0
 
     @contextmanager
     def operation(self, what: str) -> Iterator[None]:
         """Take down the body as one operation; what it raises is its outcome."""
-        self._now = Operation(what, time.monotonic())
+        with self._lock:
+            self._now, self._number = Operation(what, time.monotonic()), self._number + 1
         try:
             yield
         except BaseException as error:
@@ -92,6 +96,7 @@ class Journal:
         asked = time.monotonic() if asked is None else asked
         record = CallRecord(_NAMES.get(kind, kind), seat, incarnation, asked)
         with self._lock:
+            record.operation = self._number
             if self._now is not None:
                 self._now.calls.append(record)
         return record
@@ -106,7 +111,7 @@ class Journal:
         """Its answer is here now. One that comes after the operation's end changes nothing."""
         now = time.monotonic()
         with self._lock:
-            if self._now is not None and any(one is record for one in self._now.calls):
+            if self._now is not None and record.operation == self._number:
                 record.answered, record.times, record.error = now, times, error
                 record.stats = stats or {}
 
@@ -175,10 +180,15 @@ class Trace:
         sheet, offsets = Sheet(), self.offsets()
         sheet.process(LEADER, "leader")
         sheet.nested(LEADER, "refit", self._operations())
-        for seat in sorted({call.seat for call in self._calls()}):
-            known = [offset for (at, _), offset in offsets.items() if at == seat]
+        by_seat: dict[int, list[tuple[Operation, CallRecord]]] = {}
+        for operation in self.operations:
+            for call in operation.calls:
+                by_seat.setdefault(call.seat, []).append((operation, call))
+        for seat, calls in sorted(by_seat.items()):
+            ranks = {(seat, call.incarnation) for _, call in calls} & offsets.keys()
+            known = [offsets[rank] for rank in ranks]
             sheet.process(seat + 2, self.names.get(seat, f"seat {seat}"), _precision(known))
-            self._draw_rank(sheet, seat, offsets)
+            _draw_rank(sheet, seat, calls, offsets)
         for operation in self.operations:
             for at, seat, words in operation.marks:
                 sheet.mark(seat + 2, at, words)
@@ -214,27 +224,29 @@ class Trace:
             for name, start, stop in one.steps:
                 yield Bar(name, max(start, one.began), min(stop, end))
 
-    def _draw_rank(self, sheet: Sheet, seat: int, offsets: Mapping[Rank, Offset]) -> None:
-        calls: list[Bar] = []
-        lanes: dict[str, list[Bar]] = {}
-        for operation in self.operations:
-            for call in operation.calls:
-                if call.seat != seat:
-                    continue
-                offset = offsets.get((seat, call.incarnation))
-                if call.times is None or offset is None:
-                    calls.append(_unanswered(call, operation))
-                    continue
-                start, stop = call.times.began + offset.seconds, call.times.ended + offset.seconds
-                said = {"incarnation": call.incarnation} | ({"error": call.error} if call.error else {})
-                calls.append(Bar(f"{call.name}{' FAILED' if call.error else ''}", start, stop, said))
-                for stage, stats in sorted(call.stats.items()):
-                    for span in stats.spans:
-                        bar = _bar(span, stage, offset.seconds, start, stop)
-                        lanes.setdefault(span.phase, []).append(bar)
-        sheet.flat(seat + 2, "calls", calls)
-        for lane in sorted(lanes, key=lambda one: (_LANES.index(one) if one in _LANES else len(_LANES), one)):
-            sheet.flat(seat + 2, lane, lanes[lane], lane)
+
+def _draw_rank(
+    sheet: Sheet,
+    seat: int,
+    called: list[tuple[Operation, CallRecord]],
+    offsets: Mapping[Rank, Offset],
+) -> None:
+    calls: list[Bar] = []
+    lanes: dict[str, list[Bar]] = {}
+    for operation, call in called:
+        offset = offsets.get((seat, call.incarnation))
+        if call.times is None or offset is None:
+            calls.append(_unanswered(call, operation))
+            continue
+        start, stop = call.times.began + offset.seconds, call.times.ended + offset.seconds
+        said = {"incarnation": call.incarnation} | ({"error": call.error} if call.error else {})
+        calls.append(Bar(f"{call.name}{' FAILED' if call.error else ''}", start, stop, said))
+        for stage, stats in sorted(call.stats.items()):
+            for span in stats.spans:
+                lanes.setdefault(span.phase, []).append(_bar(span, stage, offset.seconds, start, stop))
+    sheet.flat(seat + 2, "calls", calls)
+    for lane in sorted(lanes, key=lambda one: (_LANES.index(one) if one in _LANES else len(_LANES), one)):
+        sheet.flat(seat + 2, lane, lanes[lane], lane)
 
 
 def _names(fleet: RefitMembership) -> dict[int, str]:
