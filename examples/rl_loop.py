@@ -232,16 +232,25 @@ def places(device: str) -> tuple[list[str], list[dict[str, str]]]:
 
 def train(steps: int, seed: int, engine: str, device: str) -> tuple[Loop, bool]:
     """A whole run; every process is gone when it returns or raises."""
-    if engine == "ray":
-        from dprims.engines.ray import RayGeneration as Generation
-        from dprims.engines.ray import RayPolicy as Policy
-    else:
-        from dprims.engines.local import LocalGeneration as Generation
-        from dprims.engines.local import LocalPolicy as Policy
     shape = Shape()
     devices, environment = places(device)
     common: dict[str, Any] = {"device": devices, "environment": environment.__getitem__}
     with ExitStack() as stack:
+        if engine == "ray":
+            ray = need("ray", "ray")
+            from dprims.engines.ray import RayGeneration as Generation
+            from dprims.engines.ray import RayPolicy as Policy
+
+            ray.init("local", log_to_driver=False, logging_level="error", include_dashboard=False)
+            stack.callback(ray.shutdown)
+            common["options"] = {"num_cpus": 0}
+            if device == "cuda":  # Ray shows an actor only the GPU that it gave it
+                devices = ["cuda"] * len(devices)
+                common["device"] = "cuda"
+                common["options"] |= {"num_gpus": torch.cuda.device_count() / len(devices)}
+        else:
+            from dprims.engines.local import LocalGeneration as Generation
+            from dprims.engines.local import LocalPolicy as Policy
         policy: Any = Policy(Trainer, shape, seed, devices, stages=STAGES, **common)
         stack.callback(policy.close)
         generation: Any = Generation(

@@ -19,15 +19,31 @@ STEPS = 80
 SHARDS = [0, 1, 2]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("rl")
-    command = [sys.executable, str(EXAMPLE), "--steps", str(STEPS), "--report", "report.json"]
+EVENTS = {
+    "shard 1 is killed in the refit": [0, 2],
+    "shard 1 was started anew": SHARDS,
+    "shard 2 is frozen in the refit": [0, 1],
+    "shard 2 was thawed": SHARDS,
+}
+"""What happens in a run -> the shards that serve after it."""
+
+
+def example(folder: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(EXAMPLE), "--report", "report.json", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "rl-loop.png").read_bytes().startswith(b"\x89PNG")
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return example(tmp_path_factory.mktemp("rl"), "--steps", str(STEPS))
+
+
+def events(run: dict[str, Any]) -> dict[str, list[int]]:
+    return {row["event"]: row["members"] for row in run["rows"] if row["event"]}
 
 
 def test_the_reward_rises_through_the_faults(run: dict[str, Any]) -> None:
@@ -54,12 +70,18 @@ def test_each_step_made_one_version(run: dict[str, Any]) -> None:
 
 
 def test_who_was_lost_came_back(run: dict[str, Any]) -> None:
-    events = {row["event"]: row["members"] for row in run["rows"] if row["event"]}
-    assert events == {
-        "shard 1 is killed in the refit": [0, 2],
-        "shard 1 was started anew": SHARDS,
-        "shard 2 is frozen in the refit": [0, 1],
-        "shard 2 was thawed": SHARDS,
-    }
+    assert events(run) == EVENTS
     assert run["rows"][-1]["members"] == SHARDS
     assert run["agree"], "a shard does not hold the trainers' weights"
+
+
+def test_the_same_on_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    run = example(tmp_path, "--steps", "24", "--engine", "ray")
+    assert events(run) == EVENTS
+    assert run["agree"]
+
+
+def test_too_few_steps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="--steps is 3; expected at least 20"):
+        example(tmp_path, "--steps", "3")

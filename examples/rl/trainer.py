@@ -47,6 +47,8 @@ class Trainer(ModuleSource):
 
     def connect(self, host: str, port: int) -> None:
         """Join the process group of the stages. Collective: call it on all of them before waiting for one."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # it is a matter of the thread, and this one trains
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             store=join_store(host, port),
