@@ -124,9 +124,9 @@ class _Link:
     """The trainer's end of one server's weight group."""
 
     server: SglangServer
-    name: str
-    group: Any
-    store: Any
+    name: str = ""
+    group: Any = None
+    store: Any = None
     """Served by this process, for as long as the group lives."""
     flying: list[Any] = field(default_factory=list)
     """Works and their tensors: what an abandoned broadcast may still read."""
@@ -167,13 +167,12 @@ class SglangRefit:
         self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._host, self._timeout_s, self._bucket_bytes = host, timeout_s, bucket_bytes
         self._pause_mode = pause_mode
-        self._waiting = list(servers)
-        self._links: list[_Link] = []
+        self._links = [_Link(server) for server in servers]
         self._lost: dict[str, str] = {}
 
     def add(self, server: SglangServer) -> None:
         """Take in a server, such as one that was started anew; the next refit connects to it."""
-        self._waiting.append(server)
+        self._links.append(_Link(server))
 
     def refit(self, version: int) -> Outcome:
         """Send the weights to every server, and have those that got all of them serve.
@@ -182,8 +181,7 @@ class SglangRefit:
         """
         began = time.monotonic()
         self._lost = {}
-        waiting, self._waiting = self._waiting, []
-        self._links += [link for link in self._each(waiting, self._connect) if link is not None]
+        self._on_all(self._connect)
         self._on_all(lambda link: link.server.pause(self._pause_mode))
         self._on_all(lambda link: link.server.begin())
         nbytes = 0
@@ -253,8 +251,8 @@ class SglangRefit:
 
     # -- the groups ---------------------------------------------------------------------------------------
 
-    def _connect(self, server: SglangServer) -> _Link:
-        """Build a group with one server. Its name is never used again: torch knows every name only once."""
+    def _connect(self, link: _Link) -> None:
+        """Build the group, once. Its name is never used again: torch knows every name only once."""
         from torch.distributed.distributed_c10d import (
             Backend,
             PrefixStore,
@@ -262,7 +260,9 @@ class SglangRefit:
             _world,
         )
 
-        name = f"dprims-{id(self):x}-{next(_numbers)}"
+        if link.group is not None:
+            return
+        server, name = link.server, f"dprims-{id(self):x}-{next(_numbers)}"
         guard = Guard(deadline=time.monotonic() + self._timeout_s, what=f"connecting to {server}")
         store, host, port = leader_store(self._host)
         joined = _thread(lambda: server.init_group(host, port, name, self.backend))
@@ -288,9 +288,11 @@ class SglangRefit:
         wait([joined], guard.remaining(self._timeout_s))
         guard.check()
         joined.result(0)
-        return _Link(server, name, group, store)
+        link.name, link.group, link.store = name, group, store
 
     def _leave(self, link: _Link) -> None:
+        if link.group is None:
+            return
         link.server.destroy_group(link.name)
         torch.distributed.destroy_process_group(link.group)
 
@@ -298,7 +300,9 @@ class SglangRefit:
         """This server takes no further part. It stays paused, so it serves nothing."""
         self._lost[link.server.url] = why
         self._links = [one for one in self._links if one is not link]
-        if self.backend == "nccl":  # gloo has no abort: what flies keeps its tensors until torch's timeout
+        if (
+            self.backend == "nccl" and link.group is not None
+        ):  # gloo has no abort: what flies keeps its tensors until torch's timeout
             _thread(link.group.abort)
         _abandoned.append(link)
 
@@ -307,27 +311,15 @@ class SglangRefit:
     def _on_all(self, step: Callable[[_Link], object]) -> None:
         """The same step on every server, beside each other; whoever fails in it is left out."""
         links = list(self._links)
-        for link, error in zip(links, self._tried(links, step), strict=True):
-            if error is not None:
+        if not links:
+            return
+        with ThreadPoolExecutor(len(links)) as pool:
+            errors = [future.exception() for future in [pool.submit(step, link) for link in links]]
+        for link, error in zip(links, errors, strict=True):
+            if isinstance(error, DprimsError | RuntimeError):  # of dprims, or of torch
                 self._drop(link, str(error))
-
-    def _each(self, servers: Sequence[SglangServer], step: Callable[[SglangServer], T]) -> list[T | None]:
-        made: dict[int, T] = {}
-        errors = self._tried(servers, lambda one: made.__setitem__(id(one), step(one)))
-        self._lost |= {
-            server.url: str(error) for server, error in zip(servers, errors, strict=True) if error is not None
-        }
-        return [made.get(id(server)) for server in servers]
-
-    def _tried(self, what: Sequence[T], step: Callable[[T], object]) -> list[BaseException | None]:
-        if not what:
-            return []
-        with ThreadPoolExecutor(len(what)) as pool:
-            errors = [future.exception() for future in [pool.submit(step, one) for one in what]]
-        unknown = [e for e in errors if e is not None and not isinstance(e, DprimsError | RuntimeError)]
-        if unknown:
-            raise unknown[0]
-        return errors
+            elif error is not None:
+                raise error
 
 
 _abandoned: list[_Link] = []
