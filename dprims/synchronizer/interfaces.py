@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .report import RefitReport
 
 __all__ = [
+    "BatchedSource",
     "Cluster",
     "Generation",
     "LendingSink",
@@ -40,6 +41,18 @@ class WeightSource(Protocol):
 
         A yielded tensor lives on the communicator's device and is not changed until the refit is over. Where
         yielding gathers shards, all ranks that hold one iterate, in step.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchedSource(WeightSource, Protocol):
+    """A source that is better asked for many tensors at once, such as one that gathers shards."""
+
+    def in_batches(self, batches: Sequence[Sequence[str]]) -> Iterator[Sequence[Tensor]]:
+        """The tensors of each batch of names, together the names of `metadata` without aliases, in order.
+
+        Nothing of a batch is done before it is asked for. Raises RefitError when the names are others.
         """
         ...
 

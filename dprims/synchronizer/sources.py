@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from ..backend import need
 from ..exceptions import RefitError
-from .interfaces import WeightSource
+from .gathering import gather, is_sharded
+from .interfaces import BatchedSource, WeightSource
 from .packing import dtype_of
 from .plan import Plan, TensorMeta
 
@@ -44,9 +46,10 @@ class DictSource:
 class ModuleSource:
     """The state dict of a module: parameters and persistent buffers. Tied parameters travel once.
 
-    DTensors (FSDP2, tensor parallel) are gathered one after another in the order of iteration, a collective
-    of all ranks that hold a shard: the sender iterates in `send`, the others in `participate`. Offloaded
-    tensors are brought to `device`.
+    DTensors (FSDP2, tensor parallel) are gathered bucket by bucket in the order of the plan, a collective of
+    all ranks that hold a shard: the sender iterates in `send`, the others in `participate`. While a bucket is
+    gathered the one before is on the wire. Offloaded tensors are brought to `device`, on a GPU by copies that
+    the wire does not wait for.
 
     Args:
         module: its state dict is read anew at each refit.
@@ -79,16 +82,29 @@ class ModuleSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         entries = self._entries()
-        shared = _tied(entries)
-        for name, entry in entries.items():
-            if name in shared:
-                continue
-            whole: Any = entry.detach()
-            if _is_dtensor(whole):
-                whole = whole.full_tensor()
-            device, dtype = self._device or whole.device, self._cast(whole.dtype)
-            # a copy to the host that is not waited for may be read before it is done
-            yield name, whole.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
+        names = _untied(entries)
+        return zip(names, (one[0] for one in self._whole(entries, [[name] for name in names])), strict=True)
+
+    def in_batches(self, batches: Sequence[Sequence[str]]) -> Iterator[Sequence[Tensor]]:
+        """See `BatchedSource`."""
+        entries = self._entries()
+        asked = [name for batch in batches for name in batch]
+        for due, name in zip_longest(_untied(entries), asked):
+            if due != name:
+                raise RefitError(f"the module's next tensor is {due!r}, the plan's is {name!r}: plan again")
+        return self._whole(entries, batches)
+
+    def _whole(
+        self, entries: Mapping[str, Tensor], batches: Sequence[Sequence[str]]
+    ) -> Iterator[Sequence[Tensor]]:
+        for batch in batches:
+            whole = gather([entries[name].detach() for name in batch], self._device)
+            yield [self._brought(tensor) for tensor in whole]
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        device, dtype = self._device or tensor.device, self._cast(tensor.dtype)
+        # a copy to the host that is not waited for may be read before it is done
+        return tensor.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
 
     def _cast(self, dtype: torch.dtype) -> torch.dtype:
         wide = dtype.is_floating_point and dtype.itemsize > 1
@@ -169,7 +185,7 @@ def in_plan_order(
     expected = plan.tensors[: len(plan.tensors) - bool(plan.kv_scales)]
     dtypes = {dtype: dtype_of(dtype) for dtype in {meta.dtype for meta in expected}}
     count = 0
-    for name, tensor in source:
+    for name, tensor in _pull(source, plan, len(expected)):
         meta = expected[count] if count < len(expected) else None
         if meta is None or name != meta.name:
             raise RefitError(_astray(name, count, plan, meta))
@@ -187,6 +203,22 @@ def in_plan_order(
         if missing:
             raise RefitError(f"no value for the scale {missing[0]!r}, one of {len(plan.kv_scales)}")
         yield torch.tensor([kv_scales[n] for n in plan.kv_scales], dtype=torch.float32, device=device)
+
+
+def _pull(source: WeightSource, plan: Plan, count: int) -> Iterator[tuple[str, Tensor]]:
+    """The first `count` tensors of a plan: bucket by bucket from a source that can, else one by one."""
+    if not isinstance(source, BatchedSource):
+        yield from source
+        return
+    # a bucket's tensors begin behind those of the bucket before, empty ones included
+    stops = [min(bucket.pieces[-1].tensor + 1, count) for bucket in plan.buckets if bucket.pieces]
+    batches = [
+        [meta.name for meta in plan.tensors[start:stop]]
+        for start, stop in pairwise([0, *stops, count])
+        if start < stop
+    ]
+    for batch, tensors in zip(batches, source.in_batches(batches), strict=True):
+        yield from zip(batch, tensors, strict=True)
 
 
 def _astray(name: str, count: int, plan: Plan, expected: TensorMeta | None) -> str:
@@ -207,10 +239,16 @@ def _describe(tensors: Mapping[str, Tensor]) -> list[TensorMeta]:
             tuple(t.shape),
             _name_of(t.dtype),
             shared.get(name),
-            not _is_dtensor(t) and not t.is_contiguous(),
+            not is_sharded(t) and not t.is_contiguous(),
         )
         for name, t in tensors.items()
     ]
+
+
+def _untied(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names whose bytes travel."""
+    shared = _tied(tensors)
+    return [name for name in tensors if name not in shared]
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -219,7 +257,7 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     shared = {}
     for name, tensor in tensors.items():
         # of a sharded tensor this rank may hold nothing: there the object itself has to be the same
-        owner = first.setdefault(id(tensor) if _is_dtensor(tensor) else tensor.data_ptr(), name)
+        owner = first.setdefault(id(tensor) if is_sharded(tensor) else tensor.data_ptr(), name)
         if owner is not name and tensor.numel() and _alike(tensor, tensors[owner]):
             shared[name] = owner
     return shared
@@ -234,7 +272,3 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
