@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .collective import CollectiveWeightSynchronizer as CollectiveWeightSynchronizer
+    from .interfaces import BatchedSource as BatchedSource
     from .interfaces import Cluster as Cluster
     from .interfaces import Generation as Generation
     from .interfaces import LendingSink as LendingSink
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _HOME = {
     "collective": ("CollectiveWeightSynchronizer",),
     "interfaces": (
+        "BatchedSource",
         "Cluster",
         "Generation",
         "LendingSink",
