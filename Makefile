@@ -2,6 +2,7 @@
 # installs what constraints.txt pins. ARGS is handed on: make demo ARGS='--fault stop'.
 PYTHON ?= python3
 ARGS ?=
+ENGINE ?=
 # Tests at a time: most of one is waiting, for servers, processes and ttls.
 WORKERS ?= 3
 BIN := .venv/bin
@@ -9,13 +10,13 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 PYTEST := $(BIN)/python -m pytest
 READY := .venv/ready
 
-.PHONY: help demo test check lint types imports format chaos test-gpu test-slow test-netns test-etcd-matrix bench constraints clean
+.PHONY: help demo test check lint types imports format chaos test-gpu test-slow test-browser test-netns test-etcd-matrix bench constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
 
-demo: $(READY) # a refit of real weights that survives a killed shard
-	$(BIN)/dprims demo $(ARGS)
+demo: $(READY) # a refit of real weights that survives a killed shard; ENGINE=ray: on Ray
+	$(BIN)/dprims demo $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: $(READY) # the tests, against real servers and real processes
 	$(PYTEST) -n $(WORKERS) $(ARGS)
@@ -44,6 +45,9 @@ test-gpu: $(READY) # the tests that need a CUDA device
 
 test-slow: $(READY) # the fault matrix, the model check, torchrun jobs, the examples
 	$(PYTEST) -m "slow and not chaos" -n $(WORKERS) $(ARGS)
+
+test-browser: $(READY) # the status page in Chromium; needs chromium and chromium-driver
+	$(PYTEST) -m browser $(ARGS)
 
 test-netns: $(READY) # partitions between network namespaces; as root, with iproute2
 	$(PYTEST) -m netns $(ARGS)

@@ -85,7 +85,7 @@ LAYERS = (
         lazily=("testing.faults",),
         packages=("torch",),
     ),
-    Layer(("status",), may=(*BELOW, *PROTOCOL)),
+    Layer(("status", "_status_*"), may=(*BELOW, *PROTOCOL, "_status_*")),
     Layer(("metrics",), packages_lazily=("prometheus_client",)),
     Layer(DOCTOR, may=(*DOCTOR, "synchronizer.environment"), never=OUTSIDE),
     Layer(("doctor.gather",), may=("doctor.*", "synchronizer.rendezvous")),
@@ -104,7 +104,7 @@ LAYERS = (
         ("cli", "cli.*", "demo"),
         may=("*",),
         packages=("torch", "typer", "rich", "safetensors"),
-        packages_lazily=("matplotlib",),
+        packages_lazily=("matplotlib", "ray"),
     ),
 )
 

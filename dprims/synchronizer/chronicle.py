@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dprims.synchronizer.chronicle")
 
+PAUSE_S = 0.5
+"""The least time between two records: of syncs in quick succession only the last is written."""
 CLOSE_S = 1.0
 """How long the end of a leadership waits for its last record to be written."""
 
@@ -56,6 +58,7 @@ class Chronicle:
         self._last_sync: SyncSummary | None = None
         self._error, self._error_at = "", 0.0
         self._absent: Mapping[int, str] = {}
+        self._members: frozenset[int] = frozenset()
 
     def lead(self, backend: Backend, prefix: str, term: int) -> None:
         """A term begins."""
@@ -136,11 +139,13 @@ class Chronicle:
                 seen.failing(self.fleet, None)
         if self._outage is not None:
             self._outage = replace(self._outage, failures=self._outage.failures + 1)
+        dropped = dict.fromkeys(self._members - leader.current, "dropped out of a refit that failed")
+        self._absent = {**self._absent, **dropped}
         if leader.phase != "stopped":  # else it has nothing more to say
             self._tell("failed", leader)
 
     def _tell(self, event: Event, leader: Leader) -> None:
-        members = tuple(sorted(leader.current))
+        self._members, members = leader.current, tuple(sorted(leader.current))
         seen = metrics.recorder
         if seen is not None:
             seen.leads(
@@ -223,6 +228,8 @@ class Publisher:
             if stands > self._term:
                 log.info("status records of term %d end: term %d has taken over", self._term, stands)
                 return
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, PAUSE_S)
 
 
 def _read(found: bytes) -> FleetRecord | None:
