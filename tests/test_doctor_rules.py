@@ -202,6 +202,7 @@ CASES: dict[str, Facts] = {
     "env-torch-nccl-enable-monitoring": env(TORCH_NCCL_ENABLE_MONITORING="0"),
     "env-torch-nccl-heartbeat-timeout-sec": env(TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="10"),
     "env-torch-nccl-use-comm-nonblocking": env(TORCH_NCCL_USE_COMM_NONBLOCKING="1"),
+    "env-torch-nccl-dump-on-timeout": env(TORCH_NCCL_DUMP_ON_TIMEOUT="1"),
     "env-torch-nccl-propagate-error": env(TORCH_NCCL_PROPAGATE_ERROR="true"),
     "env-torch-nccl-rethrow-cuda-errors": env(TORCH_NCCL_RETHROW_CUDA_ERRORS="0"),
     "env-torch-distributed-debug": env(TORCH_DISTRIBUTED_DEBUG="DETAIL"),

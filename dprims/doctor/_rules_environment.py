@@ -99,6 +99,12 @@ VARIABLES = (
         "unset it",
     ),
     Variable(
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",), is_on, "note",
+        "when a collective of your own times out, torch raises a flag in the job's store, at which the monitors "
+        "of other ranks end their processes; a refit's collectives never time out",
+        "nothing",
+    ),
+    Variable(
         ("TORCH_NCCL_PROPAGATE_ERROR",), is_on, "note",
         "torch tells errors to other ranks through the store; refits have the decision cell for that and "
         "do not "

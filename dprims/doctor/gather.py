@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
@@ -189,7 +190,7 @@ def lookup(ask: Callable[[], tuple[str, ...]]) -> Lookup:
     threading.Thread(target=run, daemon=True).start()
     try:
         found = answer.result(LOOKUP_LIMIT_S)
-    except TimeoutError:
+    except FutureTimeout:  # another type than TimeoutError before Python 3.11
         return Lookup((), time.monotonic() - began, timed_out=True)
     return Lookup(found, time.monotonic() - began)
 
