@@ -142,6 +142,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self._grant: Grant | None = None
         self._seats: Seats | None = None
         self._membership: RefitMembership | None = None
+        self._missed: set[int] = set()  # seats whose absence was logged
         self._busy = threading.Lock()
         self._run: Run | None = None
         self.journal = Journal()
@@ -313,6 +314,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 else RefitTimeout(f"rank at seat {seat} did not answer prepare_refit_info")
             )
             if error is None:
+                self._missed.discard(seat)
                 infos.append(future.result())
             elif seat < trainers:
                 raise (
@@ -321,7 +323,9 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                     else RefitAborted(f"{self.name_of(seat)}: prepare_refit_info: {why(error)}")
                 ) from error
             else:
-                log.warning("seat %d takes no part: %s", seat, error)
+                said = log.debug if seat in self._missed else log.warning
+                said("seat %d takes no part: %s", seat, error)
+                self._missed.add(seat)
                 if isinstance(error, PeerLost):
                     self.seats.evict(seat, self.seats.known.get(seat, 0))
         self.stages.note(infos)
@@ -491,6 +495,10 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             ],
         )
         return desired.without(*absent_shards).require(self.min_shards) if absent_shards else desired
+
+    def _excludes(self, shards: Sequence[int]) -> bool:
+        """Whether exactly these shards are left out already because the caller wanted so."""
+        return self._lead().excluded == self._check_shards(shards)
 
     def _check_shards(self, shards: Sequence[int]) -> frozenset[int]:
         count = len(self._fleet().shard_sizes)

@@ -38,7 +38,9 @@ def refit(
         raise RefitError(f"tries is {tries}; expected at least 1")
     for left in reversed(range(tries)):
         try:
-            sync.reconcile_communicator(absent_shards() if absent_shards is not None else ())
+            absent = absent_shards() if absent_shards is not None else ()
+            if not sync._excludes(absent):  # a sync builds what it lacks, with one look at the ranks less
+                sync.reconcile_communicator(absent)
             return sync.sync_weights(timer, kv_scales)
         except FINAL:
             raise
