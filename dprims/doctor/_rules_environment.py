@@ -100,8 +100,8 @@ VARIABLES = (
     ),
     Variable(
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",), is_on, "note",
-        "when a collective of your own times out, torch raises a flag in the job's store, at which the monitors "
-        "of other ranks end their processes; a refit's collectives never time out",
+        "when a collective of your own times out, torch raises a flag in the job's store, at which the "
+        "monitors of other ranks end their processes; a refit's collectives never time out",
         "nothing",
     ),
     Variable(

@@ -61,7 +61,8 @@ def as_text(findings: Sequence[Finding]) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """How many there are of each level."""
     count = {level: sum(one.level == level for one in findings) for level in LEVELS}
-    return f"{count['error']} errors, {count['warning']} warnings, {count['note']} notes, {count['ok']} fine"
+    grave = [f"{n} {level}{'' if n == 1 else 's'}" for level, n in reversed(count.items()) if level != "ok"]
+    return ", ".join([*grave, f"{count['ok']} fine"])
 
 
 def _wrapped(head: str, text: str) -> list[str]:
