@@ -178,7 +178,7 @@ class DistributedLock:
         self._full_name = check_name("lock name", f"{check_name('namespace', namespace)}/{name}")
         self.timeout = _check_timeout(timeout)
         self.backend = resolve(backend)
-        self.ttl = _check_ttl(ttl, self.backend.guarantees.min_ttl, name)
+        self.ttl = _raise_ttl(ttl, self.backend.guarantees.min_ttl, name)
         self.on_lost = on_lost
         self.label = label
         self.payload = payload
@@ -442,10 +442,16 @@ def _check_timeout(timeout: float | None) -> float | None:
     return None if math.isinf(timeout) else float(timeout)
 
 
-def _check_ttl(ttl: float, floor: float, name: str) -> float:
+def check_ttl(ttl: float) -> float:
+    """Return *ttl* when it is a length of time above 0, else raise BackendMisconfigured."""
     if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < math.inf:
         raise BackendMisconfigured(f"ttl is {ttl!r}; expected seconds > 0")
+    return float(ttl)
+
+
+def _raise_ttl(ttl: float, floor: float, name: str) -> float:
+    ttl = check_ttl(ttl)
     if ttl < floor:
         warnings.warn(f"lock {name!r}: ttl {ttl} s is raised to the backend's floor, {floor} s", stacklevel=3)
         return floor
-    return float(ttl)
+    return ttl

@@ -86,6 +86,9 @@ class RefitMembership:
     _seats: tuple[int, ...] = field(init=False, repr=False, compare=False)  # every shard's first seat
 
     def __post_init__(self) -> None:
+        _integers("train_world_size", [self.train_world_size])
+        _integers("shard_sizes", self.shard_sizes)
+        _integers("stage_heads", self.stage_heads)
         if self.train_world_size < 1:
             raise RootExcluded(
                 f"train_world_size is {self.train_world_size}: a refit needs its trainers, rank 0 above all"
@@ -133,7 +136,8 @@ class RefitMembership:
         ``stage_heads`` are the trainer ranks that send, one a pipeline stage in stage order; by default
         every trainer heads a stage of its own. ``incarnations`` is one a shard (an int, or one a rank).
         """
-        sizes = tuple(shard_sizes)
+        _integers("train_world_size", [train_world_size])
+        sizes = _integers("shard_sizes", shard_sizes)
         named = [0] * len(sizes) if incarnations is None else list(incarnations)
         if len(named) != len(sizes):
             raise MembershipError(f"{len(named)} incarnations given for {len(sizes)} shards")
@@ -328,8 +332,8 @@ class RefitMembership:
         return {(shard, self.incarnations[shard]) for shard in self.surviving_shards}
 
     def _known(self, shard: int) -> int:
-        if not 0 <= shard < len(self.shard_sizes):
-            raise MembershipError(f"shard {shard} does not exist; there are 0..{len(self.shard_sizes) - 1}")
+        if type(shard) is not int or not 0 <= shard < len(self.shard_sizes):
+            raise MembershipError(f"shard {shard!r} does not exist; there are 0..{len(self.shard_sizes) - 1}")
         return shard
 
     def _reasons(self) -> str:
@@ -381,3 +385,11 @@ def should_rebuild(
     if desired is None:
         return False
     return force or built is None or desired.diff(built).needs_rebuild
+
+
+def _integers(name: str, values: object) -> tuple[int, ...]:
+    """Return the values as a tuple, or raise MembershipError when they are no integers."""
+    numbers = tuple(values) if isinstance(values, Iterable) else (None,)
+    if not all(type(one) is int for one in numbers):
+        raise MembershipError(f"{name}: expected integers, got {values!r}")
+    return numbers

@@ -10,7 +10,7 @@ from typing import Any
 
 from .backend import Owner, Place, check_name, resolve
 from .exceptions import BackendMisconfigured, LockTimeout, NotHeld
-from .lock import DistributedLock, Grant
+from .lock import DistributedLock, Grant, check_ttl
 from .record import owner_of, payload_of
 
 
@@ -48,7 +48,7 @@ class Roster:
             raise BackendMisconfigured(f"roster name is {name!r}; expected no slash")
         self.backend = resolve(backend)
         self.namespace = namespace
-        self.ttl = max(ttl, self.backend.guarantees.min_ttl)
+        self.ttl = max(check_ttl(ttl), self.backend.guarantees.min_ttl)
         self._entries: dict[str, Grant] = {}
 
     def join(

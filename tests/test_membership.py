@@ -297,3 +297,23 @@ def test_leaving_and_coming_back_is_where_it_started(history: list[RefitMembersh
         shard = m.surviving_shards[0]
         back = m.without(shard).readmit(shard, incarnation=m.incarnations[shard])
         assert back.at((9, 99)) == m.at((9, 99))
+
+
+@pytest.mark.parametrize(
+    ("name", "fleet"),
+    [
+        ("train_world_size", {"train_world_size": "2", "shard_sizes": (1,)}),
+        ("shard_sizes", {"train_world_size": 1, "shard_sizes": 3}),
+        ("shard_sizes", {"train_world_size": 1, "shard_sizes": ("a",)}),
+        ("shard_sizes", {"train_world_size": 1, "shard_sizes": (True,)}),
+        ("stage_heads", {"train_world_size": 1, "shard_sizes": (1,), "stage_heads": (0.0,)}),
+    ],
+)
+def test_what_is_no_integer_is_named(name: str, fleet: dict[str, Any]) -> None:
+    with pytest.raises(MembershipError, match=f"{name}: expected integers, got"):
+        RefitMembership.full(**fleet)
+
+
+def test_a_shard_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(MembershipError, match="shard 'x' does not exist"):
+        RefitMembership.full(train_world_size=1, shard_sizes=(1, 1)).without("x")  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -218,3 +219,9 @@ def test_leaving_without_an_entry() -> None:
     with pytest.raises(NotHeld, match="nobody"):
         roster.leave("nobody")
     roster.leave()
+
+
+@pytest.mark.parametrize("ttl", [-1, 0, "5", None, True, float("nan"), float("inf")])
+def test_a_ttl_that_is_no_time_is_refused_at_once(ttl: Any) -> None:
+    with dprims.connect("memory://ttls") as backend, pytest.raises(BackendMisconfigured, match="ttl is"):
+        dprims.Roster("fleet", backend, ttl=ttl)
