@@ -141,3 +141,13 @@ def test_scales_are_finite_numbers_by_name(fleet: Fleet, scales: Any) -> None:
 def test_a_setting_that_cannot_work_is_refused_at_once(option: dict[str, Any]) -> None:
     with pytest.raises(DprimsError, match=next(iter(option))):
         CollectiveWeightSynchronizer(None, None, **option)  # type: ignore[arg-type]
+
+
+def test_a_second_controller_with_a_store_of_its_own_is_told_of(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CollectiveWeightSynchronizer(fleet.policy, fleet.generation, roster_ttl_s=1.0) as second:
+        second.init_communicator()
+        assert second.sync_weights().members == (0, 1)
+        for seat in range(3):
+            assert f"rank at seat {seat} leaves fleet dprims/refit" in caplog.text

@@ -226,6 +226,13 @@ class MemberShell(ABC):
     def _attach(self, site: RefitSite) -> None:
         old, self._backend = self._backend, None
         if old is not None:
+            log.warning(
+                "rank at seat %d leaves fleet %s for %s of another controller: if the one before still "
+                "runs, it leads this rank no more",
+                self.seat,
+                self._at_site(self._site).prefix,
+                site.prefix,
+            )
             with suppress(DprimsError):
                 old.close()
         self._backend = connect(site.backend)
