@@ -70,7 +70,7 @@ class Page:
         self.browser.get("about:blank")
 
     def read(self, script: str) -> Any:
-        return self.browser.execute_script(f"return {script}")  # type: ignore[no-untyped-call]
+        return self.browser.execute_script(f"return {script}")
 
     def states(self) -> list[str]:
         return list(self.read("[...document.querySelectorAll('.shard')].map(one => one.dataset.state)"))
@@ -92,7 +92,7 @@ class Page:
     def background(self, dark: bool) -> str:
         """The page's background, for someone who prefers dark or light pages."""
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})  # type: ignore[attr-defined]
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         return str(self.read("getComputedStyle(document.body).backgroundColor"))
 
 

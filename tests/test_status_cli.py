@@ -114,7 +114,7 @@ def test_once_and_json(backend: dprims.Backend, redis_server: RedisServer, names
     assert (text.returncode, text.stderr) == (0, "")
     assert "\x1b" not in text.stdout, "colours where no terminal is"
     assert re.search(rf"build +x\\n\[red\]\\x1b\[31my pid {os.getpid()} on .* +{grant.token} ", text.stdout)
-    assert "roster fleet: 1 members" in text.stdout
+    assert "roster fleet: 1 member\n" in text.stdout
     assert "no refits" in text.stdout
     assert data["locks"][0]["holder"]["token"] == str(grant.token)
     assert [one["name"] for one in data["rosters"][0]["members"]] == ["7"]

@@ -72,7 +72,8 @@ def _fleet(fleet: FleetView) -> Iterable[RenderableType]:
     if record.outage is not None:
         since = ago(record.outage.began_at)
         yield Text(
-            f"  OUTAGE   {record.outage.failures} failures since {since}: {one_line(record.outage.why)}",
+            f"  OUTAGE   {_counted(record.outage.failures, 'failure')} since {since}: "
+            f"{one_line(record.outage.why)}",
             "bold red",
         )
     if record.last_sync is not None:
@@ -80,13 +81,15 @@ def _fleet(fleet: FleetView) -> Iterable[RenderableType]:
     if (outage := record.last_outage) is not None:
         yield Text(
             f"  last outage  {seconds(outage.seconds)}, {ago(outage.began_at)}, "
-            f"{outage.failures} failures: {one_line(outage.why)}"
+            f"{_counted(outage.failures, 'failure')}: {one_line(outage.why)}"
         )
-    if record.last_error and record.last_error_at:
+    told_above = outage is not None and record.last_error == outage.why
+    if record.last_error and record.last_error_at and not told_above:
         yield Text(f"  last error   {ago(record.last_error_at)}: {one_line(record.last_error)}", "dim")
     told = "" if fleet.age_s is None else f", told {seconds(fleet.age_s)} ago"
     yield Text(
-        f"  this term    {record.syncs} syncs, {record.failures} failures, {record.rebuilds} builds{told}",
+        f"  this term    {_counted(record.syncs, 'sync')}, {_counted(record.failures, 'failure')}, "
+        f"{_counted(record.rebuilds, 'build')}{told}",
         "dim",
     )
 
@@ -137,7 +140,7 @@ def _locks(locks: Sequence[StandingLock]) -> Iterable[RenderableType]:
 
 
 def _roster(roster: RosterView) -> Iterable[RenderableType]:
-    yield Text(f"roster {one_line(roster.name)}: {len(roster.members)} members", "bold cyan")
+    yield Text(f"roster {one_line(roster.name)}: {_counted(len(roster.members), 'member')}", "bold cyan")
     shown: Sequence[Any] = roster.members
     if len(shown) > MANY:
         shown = sorted(shown, key=lambda one: -(one.silent_s or 0.0))[:MANY]
@@ -159,6 +162,10 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column)
     return table
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _who(owner: Owner) -> str:
