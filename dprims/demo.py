@@ -27,6 +27,7 @@ from .synchronizer.plan import Plan
 from .testing.faults import Fault
 
 FAULTS = ("none", "kill", "stop", "raise")
+ENGINES = ("local", "ray")
 FAULT_STEP = 2
 VICTIM = 1
 """The shard that is hit; shard 0 when there is only one."""
@@ -53,6 +54,7 @@ class DemoConfig:
     bucket_bytes: int = 4 << 20
     device: str = "cpu"
     backend: str | None = None
+    engine: str = "local"
 
     def check(self) -> int:
         """Return the bucket at which the fault strikes, or raise :class:`BadInput`."""
@@ -80,6 +82,10 @@ class DemoConfig:
             )
         if self.backend is not None and self.backend.startswith("memory:"):
             raise BadInput(f"--backend is {self.backend!r}; one process alone would see it")
+        if self.engine not in ENGINES:
+            raise BadInput(f"--engine is {self.engine!r}; expected one of {', '.join(ENGINES)}")
+        if self.engine == "ray":
+            need("ray", "ray")
         if self.device not in ("cpu", "cuda"):
             raise BadInput(f"--device is {self.device!r}; expected cpu or cuda")
         if self.device == "cuda" and not _gpus():
@@ -161,27 +167,24 @@ class _Demo:
         self.victim = min(VICTIM, config.shards - 1)
         ranks = config.stages + config.shards
         devices, environment, self.result.note = _place(config.device, ranks)
+        more: dict[str, Any] = {"device": devices, "environment": environment}
+        make_policy, make_generation = LocalPolicy, LocalGeneration
+        if config.engine == "ray":
+            tell("doing", "starting Ray")
+            make_policy, make_generation = _start_ray(stack)
+            devices, more["device"], more["options"] = _share_gpus(config.device, ranks)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dprims-demo-"))
         self._stamp = Path(folder) / "struck"
         tell("doing", f"starting {config.stages} trainers and {config.shards} shards, a process each")
-        policy = LocalPolicy(
-            Trainer,
-            config.stages,
-            config.weights,
-            devices,
-            stages=config.stages,
-            device=devices,
-            environment=environment,
-        )
+        policy = make_policy(Trainer, config.stages, config.weights, devices, stages=config.stages, **more)
         stack.callback(policy.close)
-        generation = LocalGeneration(
+        generation = make_generation(
             Shard,
             config.weights,
             devices[config.stages :],
             shard_sizes=(1,) * config.shards,
             train_world_size=config.stages,
-            device=devices,
-            environment=environment,
+            **more,
         )
         sync = CollectiveWeightSynchronizer(
             policy,
@@ -399,6 +402,29 @@ def split(names: Sequence[str], stages: int, weights: str = "") -> list[list[str
         else:
             share[0 if "embed" in name else -1].append(name)
     return share
+
+
+# -- Ray ---------------------------------------------------------------------------------------------------
+
+
+def _start_ray(stack: contextlib.ExitStack) -> tuple[Any, Any]:
+    """A Ray of the demo's own on this machine, until *stack* ends; the engine's two classes."""
+    ray = need("ray", "ray")
+    from .engines.ray import RayGeneration, RayPolicy
+
+    stack.callback(ray.shutdown)
+    plain = {"worker_niceness": 0}  # Ray starts its workers at nice 15: on a busy machine they would crawl
+    ray.init(
+        "local", include_dashboard=False, log_to_driver=False, logging_level="error", _system_config=plain
+    )
+    return RayPolicy, RayGeneration
+
+
+def _share_gpus(device: str, ranks: int) -> tuple[list[str], str, dict[str, Any]]:
+    """Devices as an actor sees them, whom Ray shows its own GPU alone, and the options that give it one."""
+    if device == "cpu":
+        return ["cpu"] * ranks, "cpu", {"num_cpus": 0}
+    return ["cuda:0"] * ranks, "cuda:0", {"num_cpus": 0, "num_gpus": 1 / -(-ranks // _gpus())}
 
 
 # -- devices ------------------------------------------------------------------------------------------------

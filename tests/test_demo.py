@@ -69,6 +69,15 @@ def test_the_fleet_agrees_after_each_kind_of_fault(weights: str, fault: str) -> 
     assert ("re-admitted as incarnation" in words) == (fault in ("kill", "stop"))
 
 
+@pytest.mark.slow
+def test_it_runs_on_ray_with_the_same_verdict(weights: str) -> None:
+    found = result("--weights", weights, "--engine", "ray", "--steps", "3", "--shards", "2", "--stages", "1")
+    assert [step["members"] for step in found["steps"]] == [[0, 1], [0], [0, 1]]
+    words = " ".join(event["what"] for event in found["timeline"])
+    assert "died: its worker process has died" in words
+    assert "shard 1 re-admitted as incarnation" in words
+
+
 def test_the_bundled_model_is_what_it_sends_by_default() -> None:
     run = demo("--fault", "none", "--steps", "1", "--shards", "1")
     assert run.returncode == 0, run.stderr
@@ -97,6 +106,7 @@ def test_one_shard_and_one_stage_are_enough(weights: str) -> None:
         (("--fault-bucket", "-1"), "--fault-bucket is -1"),
         (("--refit-timeout", "0"), "--refit-timeout is 0"),
         (("--device", "tpu"), "--device is 'tpu'"),
+        (("--engine", "slurm"), "--engine is 'slurm'"),
         (("--backend", "nosuch://x"), "nosuch"),
         (("--stages", "two"), "--stages"),
         (("--no-such-option",), "--no-such-option"),

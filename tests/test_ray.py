@@ -23,7 +23,7 @@ from dprims.synchronizer import CollectiveWeightSynchronizer, DictSink
 from dprims.testing.faults import Fault, InjectedFault
 from dprims.testing.weights import ToySink, ToySource, toy_tensors
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")
 
@@ -62,6 +62,7 @@ class Machines:
         quick |= {"health_check_failure_threshold": 4, "health_check_timeout_ms": 2000}
         # workers have torch in them before an actor needs one, as the local engine's fork server has
         quick |= {"preload_python_modules": ["torch", "dprims.synchronizer.workers"]}
+        quick |= {"worker_niceness": 0}  # not 15, at which a busy machine leaves them nothing
         self.ray = Cluster(
             initialize_head=True,
             head_node_args={
@@ -441,6 +442,13 @@ def test_actors_of_the_user(machines: Machines) -> None:
         assert [request.done() for request in requests] == [False, False]
         weights = [policy.call(0, "checksum").result(LIMIT_S)]
         assert [generation.call(shard, "checksums").result(LIMIT_S) for shard in range(2)] == [weights] * 2
+
+        # another controller's engine takes the ranks over as they are
+        successor = RayGeneration.of_actors([[server] for server in servers])
+        assert [successor.process(shard).place for shard in range(2)] == [
+            generation.process(shard).place for shard in range(2)
+        ]
+        assert all(map(successor.may_serve, range(2)))
 
         # Ray restarts the actor: for a refit it is dead all the same, as its weights are
         sync.mark_stale()

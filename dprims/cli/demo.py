@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,6 +37,9 @@ def demo(
     backend: Annotated[
         str | None, typer.Option(help="Backend URL; default: a store of the demo's own.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="local (a process a rank) or ray (an actor a rank, on a Ray of its own).")
+    ] = "local",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train, refit, lose a shard in the middle of it, recover, take the shard back, and compare all weights.
@@ -60,14 +64,16 @@ def demo(
         bucket_bytes=bucket_bytes,
         device=device,
         backend=backend,
+        engine=engine,
     )
     config.check()
     logging.getLogger("dprims").addHandler(logging.NullHandler())  # the timeline says it better
     show = _Show(json_output)
     if not json_output:
         print(f"weights  {config.weights}")
-        print(f"fleet    {stages} trainer stages, {shards} generation shards, {device}; fault: {fault}")
-    with show.progress:
+        where = f"{device}, {engine} engine" if engine != "local" else device
+        print(f"fleet    {stages} trainer stages, {shards} generation shards, {where}; fault: {fault}")
+    with show.progress, _silence() if engine == "ray" else nullcontext():
         result = run_demo(config, show)
     if json_output:
         print(json.dumps(result.to_json()))
@@ -82,6 +88,7 @@ class _Show:
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
+        self._out = sys.stdout
         self.progress: Any = nullcontext()
         self._status: Any = None
         if sys.stderr.isatty():
@@ -94,8 +101,20 @@ class _Show:
             self._status.update(what)
         elif kind == "step" and not self._quiet:
             if what.step == 1:
-                print(_ROW.format("step", "version", "epoch", "shards", "MB", "seconds", "GB/s", "outage"))
-            print(_row(what))
+                self._print(
+                    _ROW.format("step", "version", "epoch", "shards", "MB", "seconds", "GB/s", "outage")
+                )
+            self._print(_row(what))
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what anybody else prints: Ray tells on stdout, at length, that a worker died."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 _ROW = "{:>4}  {:>7}  {:>22}  {:>10}  {:>7}  {:>7}  {:>6}  {:>8}"

@@ -59,7 +59,6 @@ class RayRank:
         self._gone = threading.Event()
         self._ending = False
         self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # what a future leads to may take its time, and Ray's own thread answers for all ranks
         threading.Thread(target=self._run, name=f"dprims-{name}", daemon=True).start()
         if build is None:
             self._attach(role, seat, device)
@@ -165,16 +164,18 @@ class RayRank:
         except Exception as error:  # noqa: BLE001 - what cannot be sent is the caller's to see
             self._resolve(future, error)
             return
-        asked.add_done_callback(
-            lambda done: self._steps.put(lambda: self._answered(done, ref, future, again))
-        )
 
-    def _answered(self, done: Future[Any], ref: Ref, future: Future[Any], again: bool) -> None:
+        def answered(done: Future[Any]) -> None:
+            if done.exception() is None:
+                self._resolve(future, None, done.result())
+            else:  # what a failure leads to may take its time, and Ray's own thread answers for all ranks
+                self._steps.put(lambda: self._failed(done.exception(), ref, future, again))
+
+        asked.add_done_callback(answered)
+
+    def _failed(self, error: Any, ref: Ref, future: Future[Any], again: bool) -> None:
         errors = self._ray.exceptions
-        error = done.exception()
-        if error is None:
-            self._resolve(future, None, done.result())
-        elif isinstance(error, errors.RayTaskError):  # first: it also is of the type of its cause
+        if isinstance(error, errors.RayTaskError):  # first: it also is of the type of its cause
             raised = _cause(error)
             if isinstance(raised, OtherProcess):
                 self._die(str(raised))
