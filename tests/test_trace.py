@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprims.engines.letters import read_report, write_report
@@ -40,6 +40,7 @@ seconds = st.floats(0, 10)
 clocks = st.floats(-1e6, 1e6)
 
 
+@settings(deadline=None)
 @given(
     offset=clocks,
     trips=st.lists(st.tuples(clocks, seconds, seconds, seconds), min_size=1, max_size=8),
@@ -108,6 +109,7 @@ def nests(row: Events) -> None:
         open_until.append(end)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), max_size=30))
 def test_bars_that_overlap_get_rows_of_their_own(spans: list[tuple[float, float]]) -> None:
     sheet = Sheet()
