@@ -93,7 +93,7 @@ def test_wheel_has_every_module_once_and_nothing_beside_the_package(archive: Zip
     sources = {path.relative_to(checkout) for path in (checkout / "dprims").rglob("*.py")}
     sources |= {"dprims" / path.relative_to(checkout) for path in (checkout / "backends").rglob("*.py")}
     assert {Path(name) for name in names if name.endswith(".py")} == sources
-    assert "dprims/py.typed" in names
+    assert {"dprims/py.typed", "dprims/cli/_status.html"} <= set(names)
 
 
 def test_sdist_gives_the_same_wheel(checkout: Path, archive: ZipFile, tmp_path: Path) -> None:
