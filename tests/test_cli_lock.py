@@ -11,13 +11,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import dprims
 from dprims.testing.servers import RedisServer
+
+from .helpers.services import until
 
 LIMIT = 60.0
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,13 +36,6 @@ def backend(redis_server: RedisServer) -> Iterator[dprims.Backend]:
 @pytest.fixture
 def name() -> str:
     return f"cli {uuid.uuid4().hex}"
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,6 +21,8 @@ from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 from dprims.session import Session
 from dprims.testing.servers import EtcdServer
 
+from .helpers.services import until
+
 LIMIT = 30.0
 
 
@@ -28,13 +30,6 @@ LIMIT = 30.0
 def backend(etcd_server: EtcdServer) -> Iterator[EtcdBackend]:
     with dprims.connect(etcd_server.url) as backend:
         yield backend
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def metric(server: EtcdServer, name: str) -> int:

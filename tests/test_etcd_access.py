@@ -19,6 +19,8 @@ from dprims.backends.etcd import EtcdBackend
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 from dprims.testing.servers import EtcdServer
 
+from .helpers.services import until
+
 LIMIT = 30.0
 
 
@@ -26,13 +28,6 @@ LIMIT = 30.0
 def backend(etcd_server: EtcdServer) -> Iterator[EtcdBackend]:
     with dprims.connect(etcd_server.url) as backend:
         yield backend
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 # -- clients, logins, TLS --------------------------------------------------------------------------

@@ -20,15 +20,10 @@ from dprims.exceptions import BackendUnavailable, LockLost, NotHeld
 from dprims.session import Session
 from dprims.testing.servers import EtcdServer
 
+from .helpers.services import until
+
 LIMIT = 30.0
 TTL = 2.0
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def lock(backend: EtcdBackend, name: str = "x", **options: Any) -> dprims.DistributedLock:

@@ -18,6 +18,8 @@ from dprims.backends.redis import RedisBackend
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 from dprims.testing.servers import RedisServer
 
+from .helpers.services import until
+
 LIMIT = 30.0
 
 
@@ -33,13 +35,6 @@ def admin(redis_server: RedisServer) -> Iterator[redis.Redis]:
 def backend(redis_server: RedisServer, admin: redis.Redis) -> Iterator[RedisBackend]:
     with dprims.connect(redis_server.url) as backend:
         yield backend
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def commands(admin: redis.Redis) -> int:

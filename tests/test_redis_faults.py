@@ -21,6 +21,8 @@ from dprims.backends.redis import RedisBackend
 from dprims.exceptions import BackendUnavailable, LockLost
 from dprims.testing.servers import RedisServer
 
+from .helpers.services import until
+
 LIMIT = 30.0
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -121,13 +123,6 @@ def admin(redis_server: RedisServer) -> Iterator[redis.Redis]:
     with redis.Redis(port=redis_server.port, db=1) as client:
         client.flushdb()
         yield client
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not what():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 def in_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]:

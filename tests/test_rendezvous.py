@@ -24,7 +24,7 @@ def fake_names(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
 
 
 def only_here(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    monkeypatch.setattr(rendezvous, "_is_here", lambda address: address in addresses)
+    monkeypatch.setattr(rendezvous, "is_here", lambda address: address in addresses)
 
 
 def test_by_default_an_address_of_this_machine() -> None:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from .. import __version__
 from ..exceptions import BackendMisconfigured
-from ..synchronizer.rendezvous import choose_address
+from ..synchronizer.rendezvous import choose_address, is_here
 from ._check_environment import READ
 from ._check_network import SLOW_S
 from .checks import EXTRAS, PROVIDED_BY
@@ -199,17 +199,6 @@ def addresses_of(host: str) -> tuple[str, ...]:
     """The addresses of a name, numeric; OSError when there are none."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def is_here(address: str) -> bool:
-    """Whether a socket can be bound to an address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 # -- the backend -------------------------------------------------------------------------------------------

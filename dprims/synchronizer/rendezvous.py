@@ -44,15 +44,15 @@ def choose_address(host: str | None = None) -> str:
         found = _resolve(host)
         if not found:
             raise BackendMisconfigured(f"host {host!r} does not resolve to an address")
-        mine = next((address for address in found if _is_here(address)), None)
+        mine = next((address for address in found if is_here(address)), None)
         if mine is None:
             raise BackendMisconfigured(f"host {host!r} is {', '.join(found)}, which is not on this machine")
         return mine
-    named = [address for address in _resolve(socket.gethostname()) if _is_here(address)]
+    named = [address for address in _resolve(socket.gethostname()) if is_here(address)]
     for address in (*named, *_routed()):
         if not ipaddress.ip_address(address).is_loopback:
             return address
-    loopback = next((address for address in ("127.0.0.1", "::1") if _is_here(address)), None)
+    loopback = next((address for address in ("127.0.0.1", "::1") if is_here(address)), None)
     if loopback is None:
         raise BackendMisconfigured(f"host {socket.gethostname()!r} has no address at all, not even loopback")
     _log.warning("the only address is %s: ranks on other hosts cannot join", loopback)
@@ -120,7 +120,7 @@ def _resolve(host: str) -> list[str]:
     return sorted(usable, key=lambda a: (":" in a, a))
 
 
-def _is_here(address: str) -> bool:
+def is_here(address: str) -> bool:
     """Whether a socket can be bound to the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -83,7 +83,7 @@ class Service:
         return self.ttl * 1.25 + 5.0
 
 
-def until(condition: Callable[[], object], what: str, limit: float = LIMIT_S) -> None:
+def until(condition: Callable[[], object], what: str = "it", limit: float = LIMIT_S) -> None:
     """Wait for *condition*, and fail when it does not come."""
     deadline = time.monotonic() + limit
     while not condition():
