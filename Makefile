@@ -60,10 +60,10 @@ bench: $(READY) # the measurements in tests/benchmarks
 	$(PYTEST) -s $(wildcard tests/benchmarks/*.py) $(ARGS)
 
 docs: $(DOCS_READY) # the documentation site, into site/; a warning is an error
-	$(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 docs-serve: $(DOCS_READY) # the same on http://127.0.0.1:8000, built anew while you write
-	$(BIN)/mkdocs serve $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
 constraints: $(READY) # pin what is new in pyproject.toml; ARGS=--upgrade pins everything anew
 	$(PIP) uv
