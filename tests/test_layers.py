@@ -18,7 +18,8 @@ ROOT = Path(dprims.__file__).parent
 
 PURE = ("layout", "_layout_*", "membership", "health")
 PROTOCOL = tuple(
-    f"synchronizer.{name}" for name in ("protocol", "plan", "_leader*", "_member", "_messages", "_keys", "_record")
+    f"synchronizer.{name}"
+    for name in ("protocol", "plan", "_leader*", "_member", "_messages", "_keys", "_record")
 )
 LOCKS = ("lock", "roster", "session", "record")
 MESH = ("mesh", "_mesh_*")

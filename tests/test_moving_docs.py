@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +10,10 @@ import pytest
 
 import dprims
 
-PAGE = Path(__file__).parent.parent / "docs" / "moving.md"
-LIMIT_S = 100.0
-BLOCKS = {
-    block.partition(":")[0].removeprefix("# "): block
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
-}
+from .helpers.pages import ROOT, blocks, finished, start
+
+PAGE = ROOT / "docs" / "moving.md"
+BLOCKS = {block.name: block.code for block in blocks(PAGE, "python")}
 
 # What stands before and after each snippet in its script. `turn` fails unless it is alone in there.
 TURN = """
@@ -124,35 +119,12 @@ def script(name: str, folder: Path) -> str:
     return str(path)
 
 
-def finished(runs: list[subprocess.Popen[str]]) -> list[str]:
-    """What they wrote, when all have ended well."""
-    try:
-        said = [run.communicate(timeout=LIMIT_S)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-            run.wait()
-    assert [run.returncode for run in runs] == [0] * len(runs), "\n".join(said)
-    return said
-
-
-def start(environment: dict[str, str], *command: str, **more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env={**environment, **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def test_every_snippet_is_run() -> None:
     assert BLOCKS.keys() == PARTS.keys()
 
 
 def test_the_page_says_before_as_often_as_after() -> None:
-    before = PAGE.read_text().count("```py\n")
-    assert before == len(BLOCKS) - 1, "the refit without a controller is two snippets"
+    assert len(blocks(PAGE, "py")) == len(BLOCKS) - 1, "the refit without a controller is two snippets"
 
 
 @pytest.mark.slow
@@ -162,26 +134,28 @@ def test_a_snippet_runs_on_every_rank_of_a_job(
 ) -> None:
     job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     del environment["DPRIMS_BACKEND"]  # the lock is to find the job's own store
-    finished([start(environment, *job, script(name, tmp_path))])
+    finished([start(*job, script(name, tmp_path), environment=environment)])
 
 
 @pytest.mark.slow
 def test_the_lock_of_processes_that_share_a_url(environment: dict[str, str], tmp_path: Path) -> None:
     path = script("lock actor", tmp_path)
-    assert all("done" in said for said in finished([start(environment, path) for _ in range(3)]))
+    assert all("done" in said for said in finished([start(path, environment=environment) for _ in range(3)]))
 
 
 def test_the_arithmetic_of_ranks(environment: dict[str, str], tmp_path: Path) -> None:
-    assert finished([start(environment, script("sharding", tmp_path))]) == ["done\n"]
+    assert finished([start(script("sharding", tmp_path), environment=environment)]) == ["done\n"]
 
 
 @pytest.mark.slow
 def test_trainers_and_inference_workers_without_a_controller(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    trainer = start(environment, script("spmd trainer", tmp_path))
+    trainer = start(script("spmd trainer", tmp_path), environment=environment)
     served = script("spmd generation", tmp_path)
-    said = finished([trainer, *(start(environment, served, SHARD=str(shard)) for shard in range(2))])
+    said = finished(
+        [trainer, *(start(served, environment={**environment, "SHARD": str(shard)}) for shard in range(2))]
+    )
     assert "3 (0, 1)" in said[0]
     assert all("served" in one for one in said[1:])
 
@@ -190,6 +164,6 @@ def test_trainers_and_inference_workers_without_a_controller(
 def test_a_controller_with_a_policy_and_a_generation_of_its_own(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    (said,) = finished([start(environment, script("controller", tmp_path))])
+    (said,) = finished([start(script("controller", tmp_path), environment=environment)])
     assert "2 (0, 1, 2)" in said
     assert "done" in said

@@ -6,25 +6,30 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__, cli
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status; wrong use prints one line and gives 2."""
+def command(arguments: Sequence[str]) -> Any:
+    """The command line as it is when *arguments* are asked for: a click command that parses and runs."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback()(_options)
     for name in _needed(arguments):
-        command = getattr(import_module(f"{cli.__name__}.{name}"), name)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
+        found = getattr(import_module(f"{cli.__name__}.{name}"), name)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
         else:
-            app.command(name)(command)
+            app.command(name)(found)
+    return typer.main.get_command(app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status; wrong use prints one line and gives 2."""
     try:
-        status = typer.main.get_command(app).main(list(arguments), prog_name="dprims", standalone_mode=False)
+        status = command(arguments).main(list(arguments), prog_name="dprims", standalone_mode=False)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         asked = context.command_path if context else "dprims"
