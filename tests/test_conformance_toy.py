@@ -1,106 +1,32 @@
-"""The conformance suite can be passed by a backend of thirty lines, and failed by each way to break one."""
+"""examples/toy_backend.py is a backend, found by its scheme; and the suite finds each way to break it."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import threading
+import uuid
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from dprims.backend import Backend, Guarantees, Place, Ticket
+from dprims.backend import Backend, Place, Ticket
 from dprims.testing.backend_conformance import BackendConformance, checks, failures
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "toy_backend.py"
 
-class Toy(Backend):
-    """Lists and a dict behind one condition; whoever waits looks every 10 ms."""
-
-    guarantees = Guarantees("process", False, False, 0.05, "ttl", "this process", "a toy")
-
-    def __init__(self, space: dict[str, Any]) -> None:
-        self.changed = space.setdefault("changed", threading.Condition())
-        self.queues: dict[str, list[Ticket]] = space.setdefault("queues", {})
-        self.cells: dict[str, bytes] = space.setdefault("cells", {})
-        self.tokens = space.setdefault("tokens", itertools.count(1))
-
-    def line(self, name: str) -> list[Ticket]:
-        queue = self.queues.setdefault(name, [])
-        queue[:] = [ticket for ticket in queue if self.clock() < ticket.proven + ticket.ttl]
-        return queue
-
-    def enqueue(self, name: str, ttl: float, record: bytes) -> Ticket:
-        self.await_turn(ticket := Ticket(name, ttl, record), 0)
-        return ticket
-
-    def await_turn(self, ticket: Ticket, timeout: float) -> bool:
-        end = self.clock() + timeout
-        with self.changed:
-            while True:
-                queue, ticket.proven = self.line(ticket.name), self.clock()
-                if ticket not in queue and not ticket.gone:
-                    queue.append(ticket)
-                if queue[:1] == [ticket] and ticket.token is None:
-                    ticket.token = next(self.tokens)
-                if ticket.held or ticket.gone or self.clock() >= end:
-                    return ticket.held
-                self.changed.wait(min(0.01, end - self.clock()))
-
-    def leave(self, ticket: Ticket) -> None:
-        self.release(ticket)
-
-    def release(self, ticket: Ticket) -> bool:
-        with self.changed:
-            queue, ticket.gone = self.line(ticket.name), True
-            if there := ticket in queue:
-                queue.remove(ticket)
-            return there
-
-    def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
-        with self.changed:
-            for ticket in tickets:
-                if ticket in self.line(ticket.name):
-                    ticket.proven = self.clock()
-                else:
-                    ticket.gone = ticket.token is not None
-        return None
-
-    def queue(self, name: str) -> list[Place]:
-        with self.changed:
-            return [Place(name, ticket.token, ticket.record) for ticket in self.line(name)]
-
-    def held(self, prefix: str) -> list[Place]:
-        names = sorted(name for name in self.queues if name.startswith(prefix))
-        return [place for name in names for place in self.queue(name)[:1]]
-
-    def evict(self, name: str, token: int) -> bool:
-        with self.changed:
-            holder = next((ticket for ticket in self.line(name) if ticket.token == token), None)
-            return holder is not None and self.release(holder)
-
-    def get(self, key: str) -> bytes | None:
-        return self.cells.get(key)
-
-    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
-        with self.changed:
-            if self.cells.get(key) == expected:
-                self.cells[key] = value
-                self.changed.notify_all()
-            return self.cells.get(key)
-
-    def wait(self, key: str, timeout: float) -> bytes | None:
-        with self.changed:
-            self.changed.wait_for(lambda: key in self.cells, timeout)
-        return self.cells.get(key)
-
-    def delete(self, key: str) -> None:
-        self.cells.pop(key, None)
-
-    def disconnect(self) -> None:
-        pass
-
-    def reconnect_after_fork(self) -> None:
-        pass
+if TYPE_CHECKING:
+    from examples.toy_backend import ToyBackend as Toy
+else:
+    spec = spec_from_file_location("toy_backend", EXAMPLE)
+    example = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    Toy = example.ToyBackend
 
 
 class ToySuite(BackendConformance):
@@ -109,11 +35,11 @@ class ToySuite(BackendConformance):
     backend: ClassVar[type[Toy]] = Toy
 
     def setup_method(self) -> None:
-        self.space: dict[str, Any] = {}
+        self.url = f"toy://{uuid.uuid4().hex}"
         super().setup_method()
 
     def make_backend(self) -> Backend:
-        return self.backend(self.space)
+        return self.backend(self.url)
 
 
 class TestToy(ToySuite):
@@ -138,16 +64,16 @@ class LastComeFirst(Toy):
 class TokensRepeat(Toy):
     """test_tokens_grow"""
 
-    def __init__(self, space: dict[str, Any]) -> None:
-        super().__init__(space)
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.tokens = itertools.repeat(1)
 
 
 class TokensOfEachClient(Toy):
     """test_tokens_grow"""
 
-    def __init__(self, space: dict[str, Any]) -> None:
-        super().__init__(space)
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.tokens = itertools.count(1)
 
 
@@ -348,3 +274,25 @@ def test_a_broken_backend_is_found_out(backend: type[Toy]) -> None:
 
 def test_there_are_at_least_ten() -> None:
     assert len(BROKEN) >= 10
+
+
+def test_a_package_of_somebody_else_adds_its_scheme(tmp_path: Path) -> None:
+    """What `pip install` of a package with such an entry point leaves, and a lock over its URL."""
+    installed = tmp_path / "dprims_toy-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: dprims-toy\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[dprims.backends]\ntoy = toy_backend:ToyBackend\n")
+    code = (
+        "import dprims\nwith dprims.DistributedLock('x', 'toy://a') as grant:\n"
+        " print(repr(dprims.connect('toy://a')), grant.token)"
+    )
+    path = os.pathsep.join([str(tmp_path), str(EXAMPLE.parent), str(EXAMPLE.parent.parent)])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout == "<ToyBackend toy://a> 1\n"
