@@ -2,7 +2,7 @@
 
 The two state machines of a refit, and the layers of the package, which come from the table in
 tests/test_layers.py. tests/test_drawings.py fails when a picture is not what this file draws, or when the
-state machines have other phases and calls than the code. Needs nothing but Python.
+state machines have other phases and calls than the code.
 """
 
 from __future__ import annotations
@@ -292,23 +292,26 @@ def _text(x: float, y: float, text: str, size: int, *, anchor: str = "middle", b
     )
 
 
-def pictures() -> dict[str, Callable[[], str]]:
-    """What there is to draw, by file name."""
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.test_layers import LAYERS, MODULES
-
-    return {"leader.svg": leader, "member.svg": member, "layers.svg": lambda: layers(LAYERS, MODULES)}
+PICTURES: dict[str, Callable[[Sequence[Any], Iterable[str]], str]] = {
+    "leader.svg": lambda *_: leader(),
+    "member.svg": lambda *_: member(),
+    "layers.svg": layers,
+}
+"""What there is to draw, by file name, from the table of layers and the names of all modules."""
 
 
 def main() -> None:
     """Draw them all."""
+    import sys
+
     parser = argparse.ArgumentParser(description="Draw the diagrams of lines and boxes.")
     parser.add_argument("folder", nargs="?", type=Path, default=IMAGES)
     folder = parser.parse_args().folder
-    for name, draw in pictures().items():
-        (folder / name).write_text(draw(), encoding="utf-8")
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.test_layers import LAYERS, MODULES
+
+    for name, draw in PICTURES.items():
+        (folder / name).write_text(draw(LAYERS, MODULES), encoding="utf-8")
 
 
 if __name__ == "__main__":

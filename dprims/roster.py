@@ -36,8 +36,9 @@ class RosterChange:
 class Roster:
     """The live members of *name*: each holds a lock of its own for as long as it lives.
 
-    An entry lapses within its ttl after its process dies or freezes, and at once on :meth:`leave`
-    or :meth:`evict`. Reading costs one or two round trips and says what held at that moment.
+    An entry lapses within its *ttl* (seconds) after its process dies or freezes, and at once on :meth:`leave`
+    or :meth:`evict`. Reading costs one or two round trips and says what held at that moment. All calls are
+    local; each raises BackendUnavailable when the backend does not answer.
     """
 
     def __init__(

@@ -86,9 +86,12 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
     process serves at *host* (None: the policy's ``host`` where it has one, else an address that other hosts
     can reach): enough for one controller. Several controllers on one backend wait for each
     other; *fleet* names what they lead. *min_shards* is how few shards a sync may end with (BelowQuorum).
-    *verify* compares the digest of every bucket on both sides.
+    *verify* compares the digest of every bucket on both sides. *bucket_bytes* is the size of a bucket, a
+    multiple of 256 (None: the plan's own choice); *roster_ttl_s* how long a frozen rank counts as alive.
+    Names that end in ``_s`` are seconds. RefitError or BackendMisconfigured for values that cannot work.
 
-    Call the methods from one thread at a time; a call beside a running one raises RefitError.
+    All methods are local to the controller: no rank has to make a call of its own. Call them from one thread
+    at a time; a call beside a running one raises RefitError.
     """
 
     def __init__(

@@ -6,14 +6,14 @@ joints, and nothing happens unless a fault is meant for that joint. Each fault s
 
 Phases of a refit, in order:
 
-============ =====================================================================================
-`rebuild`    before a weight group is built or rebuilt
-`handshake`  before a rank says what it is about to do
-`bucket`     once a bucket: on the sender before it is sent, on a receiver when it has arrived
-`decision`   after the last bucket and before the rank acknowledges
-`commit`     before staged weights become the live ones
-`settle`     before a rank rolls back
-============ =====================================================================================
+| phase       | when |
+|-------------|------|
+| `rebuild`   | before a weight group is built or rebuilt |
+| `handshake` | before a rank says what it is about to do |
+| `bucket`    | once a bucket: on the sender before it is sent, on a receiver when it has arrived |
+| `decision`  | after the last bucket and before the rank acknowledges |
+| `commit`    | before staged weights become the live ones |
+| `settle`    | before a rank rolls back |
 """
 
 from __future__ import annotations
