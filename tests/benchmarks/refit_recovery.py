@@ -105,6 +105,26 @@ def test_a_killed_shard_costs_a_tenth_of_waiting_for_a_deadline(fleet: Fleet, tm
     assert killed <= 0.1 * waited
 
 
+def test_the_kernel_takes_its_time_to_end_a_process(fleet: Fleet) -> None:
+    """The part of an outage that is nobody's: until then neither the pipe nor a socket is closed."""
+    fleet.sync.sync_weights()
+
+    def ended() -> float:
+        victim = fleet.generation.process(1)
+        began = time.monotonic()
+        victim.signal(signal.SIGKILL)
+        while victim.alive and time.monotonic() < began + LIMIT_S:
+            time.sleep(0.0005)
+        seconds = time.monotonic() - began
+        fleet.generation.restart(1)
+        while fleet.sync.refit().members != (0, 1, 2):
+            assert time.monotonic() < began + LIMIT_S
+        return seconds
+
+    noticed = say("from a SIGKILL to the end of an idle rank", [ended() for _ in range(ROUNDS)])
+    assert noticed <= 0.1 * DEADLINE_S
+
+
 def test_a_raised_error_costs_no_more(fleet: Fleet) -> None:
     raised = say(
         "outage after an error in a loader", [fleet.outage("raise", (0, 1, 2)) for _ in range(ROUNDS)]
