@@ -500,7 +500,6 @@ def test_actors_of_the_user(machines: Machines) -> None:
             "1 of 1 ranks were not up within 0.5 s: shard-0-0",
         ),
     ],
-    ids=str,
 )
 def test_what_cannot_work_is_refused(
     machines: Machines, options: dict[str, Any], error: type[Exception], words: str
