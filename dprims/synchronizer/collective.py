@@ -53,7 +53,7 @@ from .protocol import (
 from .recovery import refit
 from .rendezvous import forget_groups, leader_store
 from .report import RefitReport
-from .run import Run
+from .run import LAPSE_SLACK, Run
 from .seats import LOOKS, Seats
 from .settle import _settle_before_propagating, as_future
 from .shell import why
@@ -228,7 +228,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 self._leader = Leader(self._fleet(), min_shards=self.min_shards)
                 self.chronicle.lead(self.backend, self.site.prefix, grant.token)
                 self._seats.watch(self._gone)
-                roster = self._seats.read()
+                roster = self._who_is_in()
                 evicted = self.ledger.marked(seat for seat, stands in enumerate(roster) if not stands)
                 self._drive(Elected(grant.token, reserved, current, roster, frozenset(evicted)))
                 self._build(frozenset(), force=False)
@@ -334,6 +334,15 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self.stages.note(infos)
         return infos
 
+    def _who_is_in(self) -> tuple[int, ...]:
+        """The roster, once every trainer is in it: one that has just lapsed, and answers, joins anew soon."""
+        deadline = time.monotonic() + self.site.roster_ttl_s * (1 + LAPSE_SLACK)
+        while not all((roster := self.seats.read())[: self._train_world_size()]):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(self.site.roster_ttl_s / LOOKS)
+        return roster
+
     def _late(self, asked: Mapping[int, Future[RankInfo]]) -> set[int]:
         """Who has not answered in time. A generation rank that has left the roster is not waited for."""
         deadline = time.monotonic() + 2 * self.site.roster_ttl_s + self.stall_timeout_s
@@ -391,7 +400,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 leader.stale |= only is None  # until this one has succeeded
                 self._prepare()
                 self.stages.plan(kv_scales or {})
-                request = SyncRequested(self.seats.read(), None if only is None else only[0])
+                request = SyncRequested(self._who_is_in(), None if only is None else only[0])
                 run = self._drive(request, kv_scales=kv_scales or {}, began=began)
                 report = self._report(leader, run)
             self.chronicle.synced(leader, report)
@@ -544,7 +553,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self.stages.plan({})
         rounds = len(self._fleet().shard_sizes) + 1
         for left in reversed(range(rounds)):
-            roster = self.seats.read()
+            roster = self._who_is_in()
             try:
                 return self._drive(BuildRequested(roster, absent, force)).rebuilt
             except (PeerLost, RefitTimeout) as error:
