@@ -153,11 +153,11 @@ def test_the_page_shows_a_shard_that_is_lost_and_comes_back(
         page.waits_for("the return", lambda: page.states() == ["serving"] * SHARDS)
         assert page.text("[data-what=version]") == "3"
         log = page.log()
-        order = [
+        absent, over, serves = (
             next(place for place, line in enumerate(log) if line.endswith(change))
             for change in ("shard 1 absent", "the outage is over", "shard 1 serving")
-        ]
-        assert order == sorted(order), log
+        )
+        assert max(absent, over) < serves, log  # one look of the page may see the first two at once
         assert page.background(dark=True) != page.background(dark=False)
         page.leave()
 
