@@ -3,8 +3,8 @@
 PYTHON ?= python3
 ARGS ?=
 ENGINE ?=
-# Tests at a time: most of one is waiting, for servers, processes and ttls.
-WORKERS ?= 3
+# Tests at a time, each file on one of them: most of a test is waiting, for servers, processes and ttls.
+WORKERS ?= 4
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
@@ -19,7 +19,7 @@ demo: $(READY) # a refit of real weights that survives a killed shard; ENGINE=ra
 	$(BIN)/dprims demo $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: $(READY) # the tests, against real servers and real processes
-	$(PYTEST) -n $(WORKERS) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: lint types imports # format, lint, types, imports
 
@@ -44,7 +44,7 @@ test-gpu: $(READY) # the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
 
 test-slow: $(READY) # the fault matrix, the model check, torchrun jobs, the examples
-	$(PYTEST) -m "slow and not chaos" -n $(WORKERS) $(ARGS)
+	$(PYTEST) -m "slow and not chaos" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-browser: $(READY) # the status page in Chromium; needs chromium and chromium-driver
 	$(PYTEST) -m browser $(ARGS)

@@ -82,7 +82,7 @@ def check_agreement(layout: ParallelLayout, rank: int) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data(), layouts())
 def test_torch_and_the_layout_agree(data: st.DataObject, layout: ParallelLayout) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
@@ -90,7 +90,7 @@ def test_torch_and_the_layout_agree(data: st.DataObject, layout: ParallelLayout)
         check_agreement(layout, rank)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_every_subset_of_degrees_of_one_has_every_mesh() -> None:
     for sizes in product((1, 2), repeat=5):
         world_size = prod(sizes)

@@ -75,6 +75,7 @@ def test_who_was_lost_came_back(run: dict[str, Any]) -> None:
     assert run["agree"], "a shard does not hold the trainers' weights"
 
 
+@pytest.mark.chaos
 def test_the_same_on_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     run = example(tmp_path, "--steps", "24", "--engine", "ray")
