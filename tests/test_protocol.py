@@ -698,8 +698,7 @@ def test_keys_are_where_the_documentation_says() -> None:
     assert p.decision_key("ns", Epoch(3, 4), 5) == "ns/refit/3.4/5/decision"
     assert p.next_key("ns") == "ns/refit/next"
     assert p.current_key("ns") == "ns/refit/current"
-    assert p.roster_entry("ns", 7) == "ns/roster/7"
-    assert p.leader_lock("ns") == "ns/refit/leader"
+    assert p.evicted_key("ns", 7) == "ns/roster/7/evicted"
     assert p.evicted_key("ns", 7) == "ns/roster/7/evicted"
 
 

@@ -143,7 +143,7 @@ VARIABLES = (
         ("NCCL_HOSTID",), _any, "warning",
         "NCCL is told on which host it is ({value}): ranks of one host with different values talk through "
         "sockets "
-        "(4.9 GB/s was measured where NVLink gives 370)",
+        "(some GB/s, where NVLink gives hundreds)",
         "unset it, unless several test ranks have to share a GPU",
     ),
     Variable(

@@ -13,19 +13,9 @@ from dprims.membership import Epoch
 from ._messages import ABORT, COMMIT, Version
 
 
-def leader_lock(namespace: str) -> str:
-    """Return the name of the lock that a leader holds; its token is the term."""
-    return f"{namespace}/refit/leader"
-
-
-def roster_entry(namespace: str, seat: int) -> str:
-    """Return the name of the lock that a rank holds while it is in; its token is the incarnation."""
-    return f"{namespace}/roster/{seat}"
-
-
 def evicted_key(namespace: str, seat: int) -> str:
     """Return the cell that is written before a leader deletes a seat's roster entry."""
-    return f"{roster_entry(namespace, seat)}/evicted"
+    return f"{namespace}/roster/{seat}/evicted"
 
 
 def next_key(namespace: str) -> str:

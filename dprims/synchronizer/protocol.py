@@ -19,9 +19,7 @@ from ._keys import (
     encode_decision,
     encode_version,
     evicted_key,
-    leader_lock,
     next_key,
-    roster_entry,
 )
 from ._leader import Leader
 from ._member import Member
@@ -123,7 +121,5 @@ __all__ = [
     "encode_decision",
     "encode_version",
     "evicted_key",
-    "leader_lock",
     "next_key",
-    "roster_entry",
 ]

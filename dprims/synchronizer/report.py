@@ -19,7 +19,8 @@ class RefitReport:
 
     Times are seconds. ``seconds`` is the whole call, from dispatch to the last commit; ``wire_s`` is from
     the first bucket's dispatch to the last one's arrival, of the slowest stage. ``phases`` are the leader's
-    own steps (``prepare``, ``build``, ``transfer``, ``commit``, ``publish``), one after the other.
+    own steps, one after the other: ``prepare``, ``reserve``, ``build`` where groups are built, ``transfer``,
+    ``decide``, ``commit``, ``publish``.
     """
 
     version: int
