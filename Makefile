@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 ENGINE ?=
 # Tests at a time, each file on one of them: most of a test is waiting, for servers, processes and ttls.
-WORKERS ?= 4
+WORKERS ?= 3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
@@ -44,7 +44,7 @@ test-gpu: $(READY) # the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
 
 test-slow: $(READY) # the fault matrix, the model check, torchrun jobs, the examples
-	$(PYTEST) -m "slow and not chaos" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -m "slow and not chaos" -n 2 --dist loadfile $(ARGS)
 
 test-browser: $(READY) # the status page in Chromium; needs chromium and chromium-driver
 	$(PYTEST) -m browser $(ARGS)

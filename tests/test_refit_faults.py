@@ -46,7 +46,7 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 60.0
 BUCKET = 64 << 10
-TTL_S = 1.0
+TTL_S = 2.0
 DEADLINE_S, STALL_S = 1.8, 1.0
 DELAY_S = 2.2
 """Longer than the deadline, and than what a call that moves no bytes is given."""
