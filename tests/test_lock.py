@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import random
 import threading
 import time
 import uuid
@@ -558,3 +559,13 @@ def test_a_waiter_is_looked_after_at_once_though_a_beat_is_on_its_way(
     for ticket in list(session._tickets):
         session.drop(ticket)
     backend.release(first)
+
+
+def test_heartbeats_leave_the_sequence_of_the_global_random_alone(
+    service: Service, backend: dprims.Backend, name: str
+) -> None:
+    with dprims.DistributedLock(name, backend, ttl=service.ttl) as grant:
+        before, start = random.getstate(), time.monotonic()
+        until(lambda: time.monotonic() >= start + 1.5 * service.ttl, "a time that only beats outlive")
+        grant.check()
+        assert random.getstate() == before
