@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ from dprims.engines.ray import (  # noqa: E402
     RefitActor,
 )
 
+from .helpers import services  # noqa: E402
+
 LIMIT_S = 60.0
+until = partial(services.until, limit=LIMIT_S)
 SHARDS = 3
 FAR = 2
 """The shard on the second node."""
@@ -200,13 +204,6 @@ def fleet(shared: Fleet) -> Iterator[Fleet]:
     shared.heal()
     yield shared
     shared.keep()
-
-
-def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {LIMIT_S} s"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

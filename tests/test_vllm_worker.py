@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dprims.engines.process import WorkerProcess
 from dprims.engines.spmd import SpmdRefit
 from dprims.synchronizer import DictSource
 
+from .helpers import services
 from .helpers.sglang_fake import digest
 from .helpers.vllm_fake import FakeVllm
 
@@ -29,6 +30,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "lm_head.weight": ((128, 64), "float32"),
 }
 LIMIT_S = 60.0
+until = partial(services.until, limit=LIMIT_S)
 TTL_S = 1.5
 SIZES = "1,2"
 
@@ -107,13 +109,6 @@ def serve(store: str, trainer: WorkerProcess) -> Iterator[Make]:
 
 def serves(server: FakeVllm, version: int) -> bool:
     return server.generate() == (str(version), {digest(weights(version))})
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {LIMIT_S:g} s for {what}"
-        time.sleep(0.05)
 
 
 def test_two_servers_serve_what_was_committed(trainer: WorkerProcess, serve: Make) -> None:
