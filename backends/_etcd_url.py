@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
+from dprims.backend import split_url
 from dprims.exceptions import BackendMisconfigured
 
 DEFAULT_PORT = 2379
@@ -36,7 +38,7 @@ class EtcdUrl:
     def parse(cls, url: str) -> EtcdUrl:
         """Read *url* and the certificate files that it names; raises BackendMisconfigured."""
         shown = f"backend URL is {without_password(url)!r}"
-        parts = urlsplit(url)
+        parts = split_url(url)
         if parts.scheme not in ("etcd", "etcds") or not parts.netloc or parts.fragment:
             raise BackendMisconfigured(f"{shown}; expected {_FORM}")
         login, _, hosts = parts.netloc.rpartition("@")
@@ -80,12 +82,20 @@ def _endpoint(text: str, shown: str) -> str:
     if not host or (text.startswith("[") and text.endswith("]")):
         host, port = text, str(DEFAULT_PORT)
     number = int(port) if port.isdecimal() and port.isascii() else 0
-    bare = (host.startswith("[") and host.endswith("]")) or ":" not in host
+    bare = _is_v6(host[1:-1]) if host.startswith("[") and host.endswith("]") else not set(host) & set("[]:")
     if not host or not bare or host.isspace() or not 0 < number < 65536:
         raise BackendMisconfigured(
             f"{shown}; its endpoint is {text!r}, expected host, host:port or [v6]:port"
         )
     return f"{host}:{number}"
+
+
+def _is_v6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _seconds(text: str, shown: str) -> float:

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlunsplit
 
-from dprims.backend import boottime, need
+from dprims.backend import boottime, need, split_url
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 
 from ._redis_scripts import Script
@@ -259,7 +259,7 @@ def pool_of(client: Any) -> Any:
 def pool_from(url: str, options: dict[str, Callable[[str], Any]]) -> tuple[Any, dict[str, Any]]:
     """A pool for *url*, and what its query says of our own *options* (name -> how to read it)."""
     redis = need("redis", "redis")
-    parts = urlsplit(url)
+    parts = split_url(url)
     ours, theirs = {}, []
     try:
         for key, value in parse_qsl(parts.query, keep_blank_values=True):
@@ -280,7 +280,7 @@ def pool_from(url: str, options: dict[str, Callable[[str], Any]]) -> tuple[Any, 
 
 def redacted(url: str) -> str:
     """*url* without its password."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.password is None:
         return url
     address = parts.netloc.rpartition("@")[2]

@@ -17,9 +17,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
-from dprims.backend import boottime, need
+from dprims.backend import boottime, need, split_url
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 from dprims.torchstore import serve_store
 
@@ -184,7 +184,7 @@ class StoreLink:
 
     def _open(self, url: str) -> tuple[str, int]:
         expected = "expected tcpstore://host:port or tcpstore://host:0?serve=1"
-        parts = urlsplit(url)
+        parts = split_url(url)
         options = parse_qs(parts.query, keep_blank_values=True)
         try:
             port = parts.port

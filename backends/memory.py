@@ -9,9 +9,8 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
-from dprims.backend import Backend, Guarantees, Place, Ticket
+from dprims.backend import Backend, Guarantees, Place, Ticket, split_url
 from dprims.exceptions import BackendMisconfigured
 
 
@@ -50,7 +49,7 @@ class MemoryBackend(Backend):
     )
 
     def __init__(self, url: str = "memory://default") -> None:
-        parts = urlsplit(url)
+        parts = split_url(url)
         if parts.scheme != "memory" or not parts.netloc or parts.path or parts.query:
             raise BackendMisconfigured(f"backend URL is {url!r}; expected memory://name")
         self.url = url

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult
 
 from .exceptions import BackendMisconfigured, MissingExtra
 
@@ -339,7 +339,19 @@ def connect(url: str, **options: Any) -> Backend:
         raise BackendMisconfigured(
             f"backend URL is {url!r}; expected scheme://..., one of {', '.join(schemes())}"
         )
-    return _load(urlsplit(url).scheme)(url, **options)
+    return _load(split_url(url).scheme)(url, **options)
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a backend's URL; never raises.
+
+    urllib's own splitter does the same, but newer releases refuse a list of hosts with an IPv6 one in it.
+    """
+    scheme, _, rest = url.partition("://")
+    rest, _, fragment = rest.partition("#")
+    rest, _, query = rest.partition("?")
+    netloc, slash, path = rest.partition("/")
+    return SplitResult(scheme.lower(), netloc, slash + path, query, fragment)
 
 
 def schemes() -> list[str]:

@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from urllib.parse import urlsplit
 
 from ._status_views import FleetView, RosterEntry, RosterView, Shard, ShardState, Snapshot, StandingLock
-from .backend import Backend, Owner, Place, check_name
+from .backend import Backend, Owner, Place, check_name, split_url
 from .exceptions import RefitError
 from .record import owner_of, payload_of
 from .synchronizer._keys import current_key, decode_version, next_key
@@ -214,7 +213,7 @@ def _shards(record: FleetRecord, seats: set[int]) -> tuple[Shard, ...]:
 
 def bare(url: str) -> str:
     """A URL without user, password and query, which may hold secrets."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 

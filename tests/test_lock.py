@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -29,6 +30,7 @@ from dprims import (
     NotHeld,
 )
 from dprims import lock as lock_module
+from dprims.backend import split_url
 from dprims.session import Session
 
 from .helpers.services import LIMIT_S, Service, in_thread, until
@@ -569,3 +571,26 @@ def test_heartbeats_leave_the_sequence_of_the_global_random_alone(
         until(lambda: time.monotonic() >= start + 1.5 * service.ttl, "a time that only beats outlive")
         grant.check()
         assert random.getstate() == before
+
+
+@pytest.mark.parametrize("scheme", ["tcpstore", "redis", "rediss", "etcd", "etcds"])
+def test_an_address_that_is_none_is_refused_by_name(scheme: str) -> None:
+    for place in ("[::1", "[", "[nowhere]:x"):
+        with pytest.raises(BackendMisconfigured, match="backend URL is"):
+            dprims.connect(f"{scheme}://{place}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:p%40w@h:1/2?a=b&c=d",
+        "unix:///run/x.sock?db=1",
+        "etcd://h1:1,h2:2/a/b/?timeout=1#f",
+        "TCPSTORE://[::1]:5?serve=1",
+        "memory://name",
+        "memory://",
+        "etcd://u@h?x=a/b",
+    ],
+)
+def test_a_url_is_split_as_urllib_does(url: str) -> None:
+    assert split_url(url) == urlsplit(url)

@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from typing import Any
-from urllib.parse import urlsplit
 
 from .. import __version__
 from ..exceptions import BackendMisconfigured
@@ -38,6 +37,7 @@ from .facts import (
     SystemFacts,
     TorchFacts,
 )
+from .places import endpoints
 from .secrets import shown
 
 LOOKUP_LIMIT_S = 6.0
@@ -45,8 +45,6 @@ REACH_LIMIT_S = 3.0
 SMI_LIMIT_S = 15.0
 BACKEND_LIMIT_S = 60.0
 """For the process that looks at a backend, the import of its client included."""
-
-PORTS = {"redis": 6379, "rediss": 6379, "etcd": 2379, "etcds": 2379}
 
 
 def gather(url: str | None, environ: Mapping[str, str]) -> Facts:
@@ -216,23 +214,6 @@ def backend_facts(url: str) -> BackendFacts:
     return BackendFacts(
         shown(url), reach, **{**found, "round_trips_s": tuple(found.get("round_trips_s", ()))}
     )
-
-
-def endpoints(url: str) -> list[tuple[str, int]]:
-    """Where a URL of ours has its servers; none where it has none, or is of another's scheme."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return [(parts.path, 0)]
-    if parts.scheme not in (*PORTS, "tcpstore") or "serve=" in parts.query:
-        return []
-    found = []
-    for place in parts.netloc.rpartition("@")[2].split(","):
-        one = urlsplit(f"//{place}")
-        try:
-            found.append((one.hostname or "127.0.0.1", one.port or PORTS.get(parts.scheme, 0)))
-        except ValueError:
-            continue  # the backend itself says what is wrong with it
-    return found
 
 
 def _reach(host: str, port: int, kept: ExitStack) -> Reach:

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-from urllib.parse import urlsplit
 
 ROUND_TRIPS = 9
 LIMIT_S = 12.0
@@ -108,7 +107,7 @@ def look_at_backend() -> dict[str, Any]:
 
 def _import_client(url: str) -> None:
     """Have the time for imports over before the clock starts; what fails here is told by connect."""
-    scheme = urlsplit(url).scheme
+    scheme = url.partition("://")[0]
     with suppress(Exception):
         if scheme in CLIENTS:
             import_module(CLIENTS[scheme])

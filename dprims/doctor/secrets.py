@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
+
+from ..backend import split_url
 
 _SECRET = ("pass", "secret", "token")
 LEAST = 4
@@ -20,7 +22,7 @@ def shown(url: str) -> str:
 
 def secrets_of(url: str, *, decoded: bool = True) -> set[str]:
     """The secrets in a URL, as they stand there and, where *decoded*, as they are meant."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     login = parts.netloc.rpartition("@")[0]
     _, colon, password = login.partition(":")
     found = {password} if colon else set()
