@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,10 @@ from dprims.testing.servers import EtcdServer, RedisServer
 
 from .helpers import leftovers
 from .helpers.services import KINDS, Service
+
+# A shell ignores interrupts for what it runs in the background, and children inherit that: tests send them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 no_process_left, outliving = leftovers.no_process_left, leftovers.outliving
 pytest_sessionstart = leftovers.pytest_sessionstart

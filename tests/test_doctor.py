@@ -352,7 +352,7 @@ LOOK = """
 import json, os
 from dprims.doctor.gather import network_facts
 from dprims.doctor._check_network import check_network
-print(json.dumps([(one.code, one.what) for one in check_network(network_facts(os.environ))]))
+print(json.dumps([(one.code, one.what) for one in check_network(network_facts(os.environ))]), flush=True)
 os._exit(0)
 """
 
