@@ -51,7 +51,7 @@ def abort_aside(pg: ProcessGroup, device: torch.device, name: str) -> None:
     with _lock:
         _running[thread] = device, name
     thread.start()
-    begun.wait()
+    begun.wait(BEGIN_S)
 
 
 def wait_for_aborts(device: torch.device, guard: Guard, grace_s: float) -> None:
