@@ -68,3 +68,21 @@ def test_an_abort_that_fails_keeps_nobody(
     abort_aside(Group(), HERE, "old/2")  # type: ignore[arg-type]
     wait_for_aborts(HERE, Guard(), LIMIT_S)
     assert "aborting old/2 on cuda:0 failed" in caplog.text
+
+
+def test_an_abort_that_cannot_even_begin_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = threading.Event()
+
+    def stuck(device: object) -> None:  # as set_device is while another call holds the context's lock
+        assert leave.wait(LIMIT_S)
+
+    monkeypatch.setattr(torch.cuda, "set_device", stuck)
+    group = Group()
+    group.leave.set()
+    start = time.monotonic()
+    abort_aside(group, HERE, "old/3")  # type: ignore[arg-type]
+    assert time.monotonic() - start < LIMIT_S / 2
+    assert not group.entered.is_set()
+    leave.set()
+    wait_for_aborts(HERE, Guard(), LIMIT_S)
+    assert group.entered.is_set()

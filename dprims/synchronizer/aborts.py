@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["abort_aside", "wait_for_aborts"]
 
 POLL_S = 0.001
+BEGIN_S = 1.0
 
 _log = logging.getLogger("dprims.aborts")
 _lock = threading.Lock()
@@ -32,7 +33,10 @@ _running: dict[threading.Thread, tuple[torch.device, str]] = {}
 
 
 def abort_aside(pg: ProcessGroup, device: torch.device, name: str) -> None:
-    """Abort NCCL's communicator on a daemon thread, which may never return. Returns when it has begun."""
+    """Abort NCCL's communicator on a daemon thread, which may never return.
+
+    Returns when it has begun, within BEGIN_S at the latest.
+    """
     begun = threading.Event()
 
     def abort() -> None:
