@@ -14,10 +14,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import metrics
-from .backend import Owner, Ticket, check_name, resolve
+from .backend import Backend, Owner, Ticket, check_name, resolve
 from .exceptions import (
     AlreadyHeld,
     BackendError,
@@ -275,6 +276,30 @@ class DistributedLock:
             raise LockTimeout(self._timed_out())
         return grant
 
+    def _enter_aside(self) -> Grant:
+        """``__enter__`` on a thread of its own, for a main thread whose signal handlers raise.
+
+        On the main thread itself such an exception could strike between the server's note of our place
+        in the queue and ours, and leave the place behind until its ttl is over.
+        """
+        attempt = _Attempt()
+
+        def work() -> Grant | None:
+            grant = self._acquire(self.timeout, _identity(), attempt)
+            if grant is not None and attempt.cancelled:
+                grant.release()
+            return grant
+
+        with ThreadPoolExecutor(1, "dprims-acquire") as pool:
+            try:
+                grant = pool.submit(work).result()
+            except BaseException:
+                attempt.cancel(self.backend)
+                raise
+        if grant is None:
+            raise LockTimeout(self._timed_out())
+        return grant
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -301,9 +326,7 @@ class DistributedLock:
         except asyncio.CancelledError:
             waiting.add_done_callback(lambda done: self._undo(done, who))
             attempt.cancelled = True
-            ticket = attempt.ticket
-            if ticket is not None and not ticket.held:
-                _in_thread(lambda: self.backend.leave(ticket))  # ends the wait in that thread
+            _in_thread(lambda: attempt.cancel(self.backend))
             raise
         if grant is None:
             raise LockTimeout(await _in_thread(self._timed_out))
@@ -380,13 +403,20 @@ class FencedResource:
 
 
 class _Attempt:
-    """One call of acquire, as seen by whoever may cancel it."""
+    """One call of acquire, as seen by whoever may cancel it, on another thread."""
 
     __slots__ = ("cancelled", "ticket")
 
     def __init__(self) -> None:
         self.cancelled = False
         self.ticket: Ticket | None = None
+
+    def cancel(self, backend: Backend) -> None:
+        """End the wait. A lock that was granted meanwhile is still the caller's to release."""
+        self.cancelled = True
+        ticket = self.ticket
+        if ticket is not None and not ticket.held:
+            backend.leave(ticket)
 
 
 def _nothing() -> None:

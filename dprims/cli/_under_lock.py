@@ -49,7 +49,7 @@ def run_under(lock: DistributedLock, command: Sequence[str], grace: float) -> Ou
     lost = threading.Event()
     lock.on_lost = lambda _: lost.set()
     with _signals(_ENDING, _stop):
-        grant = lock.__enter__()
+        grant = lock._enter_aside()
         try:
             status = _run(command, grant, lost, grace)
         finally:
