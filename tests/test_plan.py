@@ -262,12 +262,12 @@ def test_planning_is_linear() -> None:
         metas = [
             meta(f"model.layers.{i}.mlp.gate_proj.weight", 768, 2048, dtype="bfloat16") for i in range(count)
         ]
-        start = time.perf_counter()
+        start = time.thread_time()  # what others run beside this does not count
         plan = Plan.build(metas, bucket_bytes=1 << 30)
-        return time.perf_counter() - start, plan
+        return time.thread_time() - start, plan
 
     few = min(seconds(2_000)[0] for _ in range(3))
-    many, plan = seconds(20_000)
+    many, plan = min((seconds(20_000) for _ in range(3)), key=lambda timed: timed[0])
     assert many < 40 * few
     assert len(plan.to_bytes()) < 1 << 20
 

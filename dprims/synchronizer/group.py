@@ -32,6 +32,8 @@ from .rendezvous import choose_address, join_store, leader_store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .views import BucketViews
+
 __all__ = ["CommGroup", "choose_address", "join_store", "leader_store"]
 
 _thread = threading.local()
@@ -75,6 +77,7 @@ class CommGroup:
         self.memory = Memory(device)
         self.op_timeout_s = op_timeout_s
         self.broken: str | None = None
+        self._cuts: tuple[str, dict[int, BucketViews]] = ("", {})
 
     @classmethod
     def build(
@@ -166,6 +169,12 @@ class CommGroup:
             self._clients, self.rank, self.size, record, guard=guard, prefix=self.name,
             key=f"round/{self._rounds}", plan=plan, members=members, refusal=refusal, group=self.name,
         )  # fmt: skip
+
+    def cuts_of(self, digest: str) -> dict[int, BucketViews]:
+        """How buckets of the plan with this digest are cut, as far as that is known; kept like `memory`."""
+        if self._cuts[0] != digest:
+            self._cuts = digest, {}
+        return self._cuts[1]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
         """Enqueue a broadcast; returns torch's `Work`, for `Guard.wait`. Never blocks.

@@ -117,6 +117,10 @@ class LendingSink(WeightSink, Protocol):
         """Whether `write` does anything with this name."""
         ...
 
+    def write_lent(self, tensors: Mapping[str, Tensor]) -> None:
+        """`write` for all tensors of a bucket that was lent, in one call: they lie in the lent memory."""
+        ...
+
 
 # policy and generation ------------------------------------------------------------------------------
 

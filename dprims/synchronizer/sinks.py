@@ -116,11 +116,22 @@ class _Sink:
         lent = self._was_lent(tensor)
         if self.in_place:
             self.torn = True
-            live = self._live()[name]
-            if not (lent and live.data_ptr() == tensor.data_ptr()):
-                self._adopt({name: tensor})
+            self._take(name, tensor, lent=lent)
             return
         self._staged[name] = tensor if lent else tensor.clone()
+
+    def _take(self, name: str, tensor: Tensor, *, lent: bool) -> None:
+        """Make live what has arrived in place."""
+        if not (lent and self._live()[name].data_ptr() == tensor.data_ptr()):
+            self._adopt({name: tensor})
+
+    def write_lent(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `LendingSink`. A subclass with a `write` of its own has it called for each."""
+        if type(self).write is not _Sink.write:
+            for name, tensor in tensors.items():
+                self.write(name, tensor)
+            return
+        self._staged.update(tensors)
 
     def commit(self, version: int) -> None:
         """See `WeightSink`.
@@ -258,13 +269,8 @@ class LoadWeightsSink(_Sink):
         """See `LendingSink`; in place there is no memory to lend."""
         return None if self.in_place else self._lend(meta.nbytes)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """See `WeightSink`."""
-        if self.in_place:
-            self.torn = True
-            self._load([(name, tensor)])
-        else:
-            super().write(name, tensor)
+    def _take(self, name: str, tensor: Tensor, *, lent: bool) -> None:
+        self._load([(name, tensor)])
 
     def _live(self) -> Mapping[str, Tensor]:
         return {}

@@ -14,7 +14,7 @@ When a transfer raises, its group is finished: over NCCL it was aborted, and not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,8 +28,9 @@ from .interfaces import LendingSink, WeightSink, WeightSource
 from .lanes import TransferStats, lane_for
 from .memory import free_bytes
 from .packing import dtype_of, flat
-from .plan import Bucket, Plan, TensorMeta
+from .plan import KV_SCALES, Bucket, Plan, TensorMeta
 from .sources import in_plan_order
+from .views import BucketViews
 
 if TYPE_CHECKING:
     from ..testing.faults import FaultInjector
@@ -191,6 +192,7 @@ class _Unloading:
         self._sink, self._loop, self._plan = sink, loop, loop.plan
         self._lender = sink if isinstance(sink, LendingSink) else None
         self._device = loop.group.device
+        self._cuts = loop.group.cuts_of(self._plan.digest)
         self._shared: dict[str, list[str]] = {}
         for alias, name in self._plan.aliases:
             self._shared.setdefault(name, []).append(alias)
@@ -243,7 +245,7 @@ class _Unloading:
             release = partial(self._buffers.give_back, buffer)
         if buffer is not None:
             regions = [buffer[start:stop] for start, stop in regions_of(bucket)]
-            unload = partial(self._unpack, bucket, buffer)
+            unload = partial(self._unpack, bucket, buffer, lent=lent)
             return Flight(bucket, regions, [buffer], release, unload, lent=lent)
         regions = [self._region(piece.tensor, piece.start, piece.stop) for piece in bucket.pieces]
         whole = {p.tensor: self._tensors[p.tensor] for p in bucket.pieces if p.tensor in self._tensors}
@@ -264,17 +266,22 @@ class _Unloading:
         self._loop.lane.follow()
         return memory
 
-    def _unpack(self, bucket: Bucket, buffer: Tensor) -> None:
-        typed: dict[str, tuple[Tensor, int, int]] = {}
-        tensors = self._plan.tensors
-        for tensor, _, _, offset in bucket.pieces:
-            meta = tensors[tensor]
-            if meta.dtype not in typed:
-                base = buffer.view(dtype_of(meta.dtype))
-                typed[meta.dtype] = base, base.element_size(), int(base.storage_offset())
-            base, size, first = typed[meta.dtype]
-            # one operation a tensor: with thousands of them the host is what they wait for
-            self._write(meta, base.as_strided(meta.shape, _strides(meta.shape), first + offset // size))
+    def _unpack(self, bucket: Bucket, buffer: Tensor, *, lent: bool) -> None:
+        # with thousands of tensors looking at the plan takes longer than cutting the bucket
+        cut = self._cuts.get(bucket.index)
+        if cut is None:
+            cut = self._cuts[bucket.index] = BucketViews.of(bucket, self._plan.tensors)
+        tensors = cut.on(buffer)
+        scales = tensors.pop(KV_SCALES, None)
+        if lent and self._lender is not None:
+            self._lender.write_lent(tensors)
+        else:
+            for name, tensor in tensors.items():
+                self._sink.write(name, tensor)
+        for name in self._shared.keys() & tensors.keys():
+            self._write_shared(name, tensors[name])
+        if scales is not None:
+            self._write_scales(scales)
 
     def _hand_over(self, bucket: Bucket, whole: dict[int, Tensor]) -> None:
         for piece in bucket.pieces:
@@ -285,19 +292,15 @@ class _Unloading:
 
     def _write(self, meta: TensorMeta, tensor: Tensor) -> None:
         if self._plan.kv_scales and meta is self._plan.tensors[-1]:
-            for name, scale in zip(self._plan.kv_scales, tensor, strict=True):
-                self._sink.write(name, scale)
+            self._write_scales(tensor)
             return
         self._sink.write(meta.name, tensor)
-        for alias in self._shared.get(meta.name, ()):
+        self._write_shared(meta.name, tensor)
+
+    def _write_shared(self, name: str, tensor: Tensor) -> None:
+        for alias in self._shared.get(name, ()):
             self._sink.write(alias, tensor)
 
-
-@lru_cache(maxsize=4096)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
+    def _write_scales(self, scales: Tensor) -> None:
+        for name, scale in zip(self._plan.kv_scales, scales, strict=True):
+            self._sink.write(name, scale)
