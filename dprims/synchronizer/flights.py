@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,13 @@ from .digest import BLOCK_BYTES, ROW_BYTES, Digests
 from .group import CommGroup
 from .guard import Enqueueing, Guard, Query, Work
 from .lanes import Lane, Span, Timed, TransferStats, lane_for
-from .packing import pack, raw
+from .packing import Run, dtype_of, pack, raw, runs_of, unpack
 from .plan import Bucket, Plan
 
 if TYPE_CHECKING:
     from ..testing.faults import FaultInjector
 
-__all__ = ["Flight", "Loop", "WireBuffers", "regions_of"]
+__all__ = ["BucketLayout", "Flight", "Loop", "WireBuffers", "regions_of"]
 
 
 @dataclass(slots=True)
@@ -41,6 +42,32 @@ class Flight:
     began: float = 0.0
     lent: bool = False
     """Whether its memory is there anyway, and is no reason to let it wait for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """What is known of a bucket's tensors: to look at thousands of them takes longer than the wire."""
+
+    names: tuple[str, ...]
+    parts: tuple[tuple[int, int, tuple[Run, ...]], ...]
+    """The tensors [first, last) that are packed in one go, and their runs."""
+
+    @classmethod
+    def of(cls, bucket: Bucket, plan: Plan, part_bytes: int | None) -> BucketLayout:
+        """Of a bucket whose pieces are whole tensors, in parts of about *part_bytes*."""
+        metas = [plan.tensors[piece.tensor] for piece in bucket.pieces]
+        dtypes, shapes = [dtype_of(meta.dtype) for meta in metas], [meta.shape for meta in metas]
+        offsets = [piece.offset for piece in bucket.pieces]
+        parts = tuple(
+            (first, last, runs_of(dtypes[first:last], shapes[first:last], offsets[first:last]))
+            for first, last in pairwise([0, *_part_ends(offsets, part_bytes)])
+        )
+        return cls(tuple(meta.name for meta in metas), parts)
+
+    def on(self, memory: Tensor) -> dict[str, Tensor]:
+        """The tensors by name, in order, on the bytes of *memory*."""
+        runs = [run for _, _, part in self.parts for run in part]
+        return dict(zip(self.names, unpack(memory, runs), strict=True))
 
 
 class Loop:
@@ -210,16 +237,22 @@ class Loop:
         self.faults.at("bucket", self.rank, flight.bucket.index, buffer=copy)
         self.guard.check()
 
+    def layout(self, bucket: Bucket) -> BucketLayout:
+        """How a bucket of whole tensors is laid out; worked out once a plan."""
+        known = self.group.layouts(self.plan.digest)
+        if bucket.index not in known:
+            known[bucket.index] = BucketLayout.of(bucket, self.plan, self.lane.cache_bytes)
+        return known[bucket.index]
+
     def pack(self, bucket: Bucket, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         """Pack a bucket and take its digest; on a CPU part by part, while each is in the core's cache."""
         region = self._regions[bucket.index]
         offsets = [piece.offset for piece in bucket.pieces]
-        first = row = 0
-        for last in _parts(offsets, self.lane.cache_bytes):
+        row = 0
+        for first, last, runs in self.layout(bucket).parts:
             stop = offsets[last] if last < len(offsets) else bucket.nbytes
             with self.lane.span("pack", bucket.index):
-                pack(buffer[:stop], tensors[first:last], offsets[first:last])
-            first = last
+                pack(buffer[:stop], tensors[first:last], offsets[first:last], runs)
             if self._digests is not None:
                 whole = stop if last == len(offsets) else stop // ROW_BYTES * ROW_BYTES
                 with self.lane.span("digest", bucket.index):
@@ -331,7 +364,7 @@ class WireBuffers:
         return None
 
 
-def _parts(offsets: Sequence[int], nbytes: int | None) -> list[int]:
+def _part_ends(offsets: Sequence[int], nbytes: int | None) -> list[int]:
     """Where to cut a list of offsets into parts of about `nbytes`: the ends of the parts."""
     ends = []
     start = 0

@@ -32,7 +32,7 @@ from .rendezvous import choose_address, join_store, leader_store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .views import BucketViews
+    from .flights import BucketLayout
 
 __all__ = ["CommGroup", "choose_address", "join_store", "leader_store"]
 
@@ -77,7 +77,7 @@ class CommGroup:
         self.memory = Memory(device)
         self.op_timeout_s = op_timeout_s
         self.broken: str | None = None
-        self._cuts: tuple[str, dict[int, BucketViews]] = ("", {})
+        self._layouts: tuple[str, dict[int, BucketLayout]] = ("", {})
 
     @classmethod
     def build(
@@ -170,11 +170,11 @@ class CommGroup:
             key=f"round/{self._rounds}", plan=plan, members=members, refusal=refusal, group=self.name,
         )  # fmt: skip
 
-    def cuts_of(self, digest: str) -> dict[int, BucketViews]:
-        """How buckets of the plan with this digest are cut, as far as that is known; kept like `memory`."""
-        if self._cuts[0] != digest:
-            self._cuts = digest, {}
-        return self._cuts[1]
+    def layouts(self, digest: str) -> dict[int, BucketLayout]:
+        """By bucket, what is known of the layout of the plan with this digest; kept like `memory`."""
+        if self._layouts[0] != digest:
+            self._layouts = digest, {}
+        return self._layouts[1]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
         """Enqueue a broadcast; returns torch's `Work`, for `Guard.wait`. Never blocks.

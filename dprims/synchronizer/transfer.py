@@ -30,7 +30,6 @@ from .memory import free_bytes
 from .packing import dtype_of, flat
 from .plan import KV_SCALES, Bucket, Plan, TensorMeta
 from .sources import in_plan_order
-from .views import BucketViews
 
 if TYPE_CHECKING:
     from ..testing.faults import FaultInjector
@@ -192,7 +191,6 @@ class _Unloading:
         self._sink, self._loop, self._plan = sink, loop, loop.plan
         self._lender = sink if isinstance(sink, LendingSink) else None
         self._device = loop.group.device
-        self._cuts = loop.group.cuts_of(self._plan.digest)
         self._shared: dict[str, list[str]] = {}
         for alias, name in self._plan.aliases:
             self._shared.setdefault(name, []).append(alias)
@@ -267,11 +265,7 @@ class _Unloading:
         return memory
 
     def _unpack(self, bucket: Bucket, buffer: Tensor, *, lent: bool) -> None:
-        # with thousands of tensors looking at the plan takes longer than cutting the bucket
-        cut = self._cuts.get(bucket.index)
-        if cut is None:
-            cut = self._cuts[bucket.index] = BucketViews.of(bucket, self._plan.tensors)
-        tensors = cut.on(buffer)
+        tensors = self._loop.layout(bucket).on(buffer)
         scales = tensors.pop(KV_SCALES, None)
         if lent and self._lender is not None:
             self._lender.write_lent(tensors)

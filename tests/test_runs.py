@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dprims.synchronizer.packing import dtype_of
+from dprims.synchronizer.flights import BucketLayout
+from dprims.synchronizer.packing import dtype_of, pack
 from dprims.synchronizer.plan import Plan, TensorMeta
 from dprims.synchronizer.sinks import DictSink
-from dprims.synchronizer.views import BucketViews
 
-DTYPES = ("uint8", "bfloat16", "float32", "float8_e4m3fn", "complex128", "bool")
+DTYPES = ("uint8", "bfloat16", "float32", "float8_e4m3fn", "complex128", "int16")
 EXTENTS = st.integers(0, 5)
 SHAPES = st.one_of(
     st.lists(EXTENTS, max_size=3).map(tuple),
@@ -37,7 +37,7 @@ def test_each_tensor_is_its_bytes(shapes: list[tuple[tuple[int, ...], str]]) -> 
         if not bucket.whole:
             continue
         memory = bucket_memory(bucket.nbytes)
-        views = BucketViews.of(bucket, plan.tensors).on(memory)
+        views = BucketLayout.of(bucket, plan, None).on(memory)
         assert list(views) == [plan.tensors[piece.tensor].name for piece in bucket.pieces]
         for piece in bucket.pieces:
             meta = plan.tensors[piece.tensor]
@@ -61,7 +61,7 @@ def test_experts_are_cut_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "unsafe_split_with_sizes", counted)
     for bucket in plan.buckets:
-        BucketViews.of(bucket, plan.tensors).on(bucket_memory(bucket.nbytes))
+        BucketLayout.of(bucket, plan, None).on(bucket_memory(bucket.nbytes))
     assert sum(map(len, calls)) == 20
     assert len(calls) <= len(plan.buckets)
 
@@ -70,7 +70,7 @@ def test_what_was_cut_can_be_written_to_and_trained() -> None:
     """A user of the weights need not know that they lie beside each other."""
     plan = Plan.build(metas_of([((4, 64), "float32")] * 3), bucket_bytes=4096)
     [bucket] = plan.buckets[-1:]
-    views = BucketViews.of(bucket, plan.tensors).on(torch.zeros(bucket.nbytes, dtype=torch.uint8))
+    views = BucketLayout.of(bucket, plan, None).on(torch.zeros(bucket.nbytes, dtype=torch.uint8))
     name, weight = next(iter(views.items()))
     factor = torch.ones(4, 64, requires_grad=True)
     weight.add_(factor)
@@ -100,7 +100,7 @@ def test_a_write_of_the_users_own_is_called_for_lent_tensors_too() -> None:
         memory = sink.lend_bucket(plan, bucket)
         assert memory is not None
         memory.zero_()
-        tensors = BucketViews.of(bucket, plan.tensors).on(memory)
+        tensors = BucketLayout.of(bucket, plan, None).on(memory)
         for tensor in tensors.values():
             tensor.fill_(7)
         sink.write_lent(tensors)
@@ -108,3 +108,32 @@ def test_a_write_of_the_users_own_is_called_for_lent_tensors_too() -> None:
     assert sink.written == ["a", "b"]
     assert sink.tensors["a"].tolist() == [7.0] * 2
     assert sink.tensors["b"].tolist() == [7.0] * 3
+
+
+@given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=24))
+def test_what_was_packed_is_what_is_unpacked(shapes: list[tuple[tuple[int, ...], str]]) -> None:
+    """By its runs as without them, in one part or many; gaps are zeros, whatever lay there."""
+    plan = Plan.build(metas_of(shapes), bucket_bytes=4096)
+    for bucket in plan.buckets:
+        if bucket.lane != "packed":
+            continue
+        metas = [plan.tensors[piece.tensor] for piece in bucket.pieces]
+        tensors = [
+            bucket_memory(meta.nbytes + 256)[: meta.nbytes]
+            .clone()
+            .view(dtype_of(meta.dtype))
+            .view(meta.shape)
+            for meta in metas
+        ]
+        offsets = [piece.offset for piece in bucket.pieces]
+        plain = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
+        pack(plain, tensors, offsets)
+        for part_bytes in (None, 256, 1024):
+            layout = BucketLayout.of(bucket, plan, part_bytes)
+            memory = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
+            for first, last, runs in layout.parts:
+                stop = offsets[last] if last < len(offsets) else bucket.nbytes
+                pack(memory[:stop], tensors[first:last], offsets[first:last], runs)
+            assert memory.equal(plain)
+            for tensor, view in zip(tensors, layout.on(memory).values(), strict=True):
+                assert view.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
