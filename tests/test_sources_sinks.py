@@ -364,3 +364,23 @@ def sharded(rank: int, world: int) -> dict[str, list[float]]:
     receive(sink, group, plan, guard)
     sink.commit(1)
     return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def test_a_description_follows_what_changes_between_two_refits() -> None:
+    """Shape, dtype, strides and what is shared are each read anew; what still holds is not made again."""
+    tensors = {"a": torch.zeros(2, 4), "b": torch.zeros(3), "c": torch.zeros(3)}
+    source = DictSource(tensors)
+    first = source.metadata()
+    again = source.metadata()
+    assert again == first
+    assert all(new is old for new, old in zip(again, first, strict=True))
+    tensors["a"] = torch.zeros(4, 2).T
+    assert source.metadata()[0] == TensorMeta("a", (2, 4), "float32", strided=True)
+    tensors["a"] = torch.zeros(2, 4, dtype=torch.int16)
+    assert source.metadata()[0] == TensorMeta("a", (2, 4), "int16")
+    tensors["a"] = torch.zeros(2, 5, dtype=torch.int16)
+    assert source.metadata()[0] == TensorMeta("a", (2, 5), "int16")
+    tensors["c"] = tensors["b"]
+    assert source.metadata()[2] == TensorMeta("c", (3,), "float32", alias_of="b")
+    del tensors["b"]
+    assert [str(meta) for meta in source.metadata()] == ["'a' int16[2, 5]", "'c' float32[3]"]

@@ -27,9 +27,13 @@ ALIGN = 16
 """Bytes at whose multiples shards lie, so that any dtype can be seen there."""
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor."""
-    return hasattr(tensor, "full_tensor")
+    # an attribute that is not there takes long to look for
+    return type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")
 
 
 def gather(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:

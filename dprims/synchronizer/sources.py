@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import cache
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,12 @@ class DictSource:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
+        self._known: dict[str, TensorMeta] = {}
 
     def metadata(self) -> Sequence[TensorMeta]:
         """See `WeightSource`."""
-        return _describe(self.tensors)
+        self._known = _describe(self.tensors, self._known)
+        return tuple(self._known.values())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         shared = _tied(self.tensors)
@@ -70,15 +72,12 @@ class ModuleSource:
         self._names = names
         self._device = torch.device(device) if device is not None else None
         self._dtype = dtype
+        self._known: dict[str, TensorMeta] = {}
 
     def metadata(self) -> Sequence[TensorMeta]:
         """See `WeightSource`. Shapes are the full ones."""
-        metas = []
-        for meta in _describe(self._entries()):
-            dtype = self._cast(dtype_of(meta.dtype))
-            cast = _name_of(dtype) != meta.dtype
-            metas.append(replace(meta, dtype=_name_of(dtype), strided=meta.strided and not cast))
-        return metas
+        self._known = _describe(self._entries(), self._known, self._dtype)
+        return tuple(self._known.values())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         entries = self._entries()
@@ -99,16 +98,13 @@ class ModuleSource:
     ) -> Iterator[Sequence[Tensor]]:
         for batch in batches:
             whole = gather([entries[name].detach() for name in batch], self._device)
-            yield [self._brought(tensor) for tensor in whole]
+            unchanged = self._device is None and self._dtype is None
+            yield whole if unchanged else [self._brought(tensor) for tensor in whole]
 
     def _brought(self, tensor: Tensor) -> Tensor:
-        device, dtype = self._device or tensor.device, self._cast(tensor.dtype)
+        device, dtype = self._device or tensor.device, _cast(tensor.dtype, self._dtype)
         # a copy to the host that is not waited for may be read before it is done
         return tensor.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
-
-    def _cast(self, dtype: torch.dtype) -> torch.dtype:
-        wide = dtype.is_floating_point and dtype.itemsize > 1
-        return self._dtype if self._dtype is not None and wide else dtype
 
     def _entries(self) -> dict[str, Tensor]:
         entries = {}
@@ -231,18 +227,34 @@ def _astray(name: str, count: int, plan: Plan, expected: TensorMeta | None) -> s
     return f"the source yields {name!r} as tensor {count}, {what}; {due}"
 
 
-def _describe(tensors: Mapping[str, Tensor]) -> list[TensorMeta]:
+def _describe(
+    tensors: Mapping[str, Tensor], known: Mapping[str, TensorMeta], dtype: torch.dtype | None = None
+) -> dict[str, TensorMeta]:
+    """What a receiver is told of each, once it is cast to *dtype*; what is *known* and still holds is reused.
+
+    With thousands of tensors, to make what says the same as before is most of the time before the first byte.
+    """
     shared = _tied(tensors)
-    return [
-        TensorMeta(
-            name,
-            tuple(t.shape),
-            _name_of(t.dtype),
-            shared.get(name),
-            not is_sharded(t) and not t.is_contiguous(),
-        )
-        for name, t in tensors.items()
-    ]
+    described = {}
+    for name, tensor in tensors.items():
+        sent = _cast(tensor.dtype, dtype)
+        kind, alias = _name_of(sent), shared.get(name)
+        strided = not (sent is not tensor.dtype or tensor.is_contiguous() or is_sharded(tensor))
+        meta = known.get(name)
+        if meta is None or (meta.shape, meta.dtype, meta.alias_of, meta.strided) != (
+            tensor.shape,
+            kind,
+            alias,
+            strided,
+        ):
+            meta = TensorMeta(name, tuple(tensor.shape), kind, alias, strided)
+        described[name] = meta
+    return described
+
+
+def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Floating-point tensors of two bytes an element and more are cast."""
+    return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -270,5 +282,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
 
 
+@cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

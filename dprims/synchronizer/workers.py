@@ -18,7 +18,7 @@ from .clients import Clients
 from .group import CommGroup
 from .guard import CancelFlag, Guard
 from .interfaces import WeightSink, WeightSource
-from .plan import Plan
+from .plan import Plan, TensorMeta
 from .protocol import Broke, Cancel, Drop, Message, Performed
 from .rendezvous import join_store
 from .shell import MemberShell, why
@@ -225,6 +225,7 @@ class WeightSender(_Worker):
         self.source = source
         self.stage = stage
         self.head = head
+        self._described: tuple[tuple[TensorMeta, ...], str] | None = None
         super().__init__(seat, sends=True, device=device, faults=faults, address=address)
 
     broadcast_weights_for_collective = _Worker.submit
@@ -240,7 +241,9 @@ class WeightSender(_Worker):
         if not self.head:
             return super()._info(known)
         metas = tuple(self.source.metadata())
-        digest = hashlib.sha256(repr(metas).encode()).hexdigest()
+        if self._described is None or self._described[0] != metas:
+            self._described = metas, hashlib.sha256(repr(metas).encode()).hexdigest()
+        digest = self._described[1]
         return RankInfo(
             self.seat,
             self._member.incarnation,
