@@ -120,7 +120,7 @@ def pack(
 ) -> None:
     """How fast one device packs tensors into a buffer and digests it, against copying that buffer.
 
-    On CUDA the host's time is shown by the tensor, apart from the device's.
+    The host's time to pack and to unpack is shown by the tensor; on CUDA it is apart from the device's.
     """
     need("torch", "torch")
     from ..testing.refit_bench import MODELS, bench_pack, cut, model_metas
@@ -135,13 +135,14 @@ def pack(
         typer.echo(json.dumps({model: asdict(speed) for model, speed in found.items()}))
         return
     typer.echo(
-        f"{'':10} {'tensors':>8} {'copy GB/s':>10} {'pack':>8} {'ratio':>6} {'digest':>8} {'host us':>8}"
+        f"{'':10} {'tensors':>8} {'copy GB/s':>10} {'pack':>8} {'ratio':>6} {'digest':>8} "
+        f"{'us to pack':>11} {'to unpack':>10}"
     )
     for model, one in found.items():
         typer.echo(
             f"{model:10} {one.tensors:8} {one.copy_gb_per_s:10.1f} {one.pack_gb_per_s:8.1f} "
             f"{one.pack_gb_per_s / one.copy_gb_per_s:6.2f} {one.digest_gb_per_s:8.1f} "
-            f"{one.host_us_per_tensor:8.2f}"
+            f"{one.pack_us_per_tensor:11.2f} {one.unpack_us_per_tensor:10.2f}"
         )
 
 

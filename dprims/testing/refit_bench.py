@@ -20,7 +20,7 @@ from ..synchronizer.digest import Digests
 from ..synchronizer.group import CommGroup, join_store, leader_store
 from ..synchronizer.guard import Guard
 from ..synchronizer.lanes import lane_for
-from ..synchronizer.packing import dtype_of, pack
+from ..synchronizer.packing import dtype_of, pack, runs_of, unpack
 from ..synchronizer.plan import Plan, TensorMeta
 from ..synchronizer.sinks import DictSink
 from ..synchronizer.sources import DictSource
@@ -134,13 +134,15 @@ class PackSpeed:
     copy_gb_per_s: float
     pack_gb_per_s: float
     digest_gb_per_s: float
-    host_us_per_tensor: float
+    pack_us_per_tensor: float
+    unpack_us_per_tensor: float
 
 
 def bench_pack(metas: Sequence[TensorMeta], *, device: str = "cpu", rounds: int = 9) -> PackSpeed:
-    """Pack all of `metas` into one buffer, and digest it, against a copy of that buffer; medians.
+    """Pack all of `metas` into one buffer, cut it again, and digest it, against a copy of it; medians.
 
-    In this process. On CUDA the device's time is taken with events, and the host's apart from it.
+    In this process. On CUDA the device's time is taken with events, and the host's apart from it; cutting is
+    the host's alone.
     """
     where = torch.device(device)
     lane = lane_for(where)
@@ -151,12 +153,14 @@ def bench_pack(metas: Sequence[TensorMeta], *, device: str = "cpu", rounds: int 
         end += -(-tensor.nbytes // 256) * 256
     buffer, other = (torch.empty(end, dtype=torch.uint8, device=where) for _ in range(2))
     digests = Digests([end], where)
+    runs = runs_of([t.dtype for t in tensors], [t.shape for t in tensors], offsets)  # once a plan
     steps: dict[str, Callable[[], object]] = {
         "copy": lambda: other.copy_(buffer),
-        "pack": lambda: pack(buffer, tensors, offsets),
+        "pack": lambda: pack(buffer, tensors, offsets, runs),
+        "unpack": lambda: unpack(buffer, runs),
         "digest": lambda: digests.add(0, buffer),
     }
-    host: list[float] = []
+    host: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(1 + rounds):
         for name, step in steps.items():
             lane.follow()
@@ -164,8 +168,8 @@ def bench_pack(metas: Sequence[TensorMeta], *, device: str = "cpu", rounds: int 
                 start = time.perf_counter()
                 with lane.span(name, number):
                     step()
-                if name == "pack" and number:
-                    host.append(time.perf_counter() - start)
+                if number:
+                    host[name].append(time.perf_counter() - start)
             if where.type == "cuda":
                 torch.cuda.synchronize(where)
     spans = [span for span in lane.finish() if span.bucket]
@@ -175,8 +179,10 @@ def bench_pack(metas: Sequence[TensorMeta], *, device: str = "cpu", rounds: int 
     }
     nbytes = sum(tensor.nbytes for tensor in tensors)
     speed = {name: nbytes / max(took, 1e-9) / 1e9 for name, took in seconds.items()}
-    per_tensor = statistics.median(host) / len(tensors) * 1e6
-    return PackSpeed(nbytes, len(tensors), speed["copy"], speed["pack"], speed["digest"], per_tensor)
+    us = {name: statistics.median(took) / len(tensors) * 1e6 for name, took in host.items()}
+    return PackSpeed(
+        nbytes, len(tensors), speed["copy"], speed["pack"], speed["digest"], us["pack"], us["unpack"]
+    )
 
 
 @dataclass(frozen=True, slots=True)
