@@ -17,6 +17,8 @@ from dprims.engines.process import WorkerProcess
 from dprims.exceptions import DprimsError, MembershipError, PeerLost
 from dprims.testing.weights import ToySink, ToySource
 
+from .helpers.services import until
+
 LIMIT_S = 60.0
 
 
@@ -82,7 +84,7 @@ def test_closing_ends_a_frozen_process_too() -> None:
     process.ready.result(LIMIT_S)
     process.signal(signal.SIGSTOP)
     process.close(timeout=0.1)
-    assert not process.process.is_alive()
+    assert not process.alive
     process.close()
 
 
@@ -106,10 +108,7 @@ def test_a_restarted_shard_is_a_new_process() -> None:
     try:
         before = generation.process(0, 1).pid
         generation.process(0, 0).signal(signal.SIGKILL)
-        generation.process(0, 0).process.join(LIMIT_S)
-        deadline = time.monotonic() + LIMIT_S
-        while generation.dead_shards != (0,):
-            assert time.monotonic() < deadline
+        until(lambda: generation.dead_shards == (0,))
         generation.restart(0)
         assert generation.dead_shards == ()
         assert generation.process(0, 1).pid != before
@@ -118,6 +117,23 @@ def test_a_restarted_shard_is_a_new_process() -> None:
             generation.restart(2)
     finally:
         generation.close()
+
+
+def test_what_was_closed_keeps_no_descriptors_though_somebody_keeps_it(worker: WorkerProcess) -> None:
+    """The pipes of one that was closed, and of one that died by itself."""
+    before = len(os.listdir("/proc/self/fd"))
+    generation = LocalGeneration(ToySink, 1, shard_sizes=(1, 1))
+    try:
+        generation.process(1).signal(signal.SIGKILL)
+        until(lambda: generation.dead_shards == (1,))
+        generation.process(0).call("may_serve").result(LIMIT_S)
+    finally:
+        generation.close()
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the descriptors to be closed")
+    assert not generation.process(0).alive
+    assert "gone" in repr(generation.process(1))
+    with pytest.raises(PeerLost):
+        generation.process(0).call("may_serve").result(LIMIT_S)
 
 
 PARENT = """

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
@@ -204,6 +206,19 @@ class Fleet:
         self.server.close()
 
 
+def descriptors() -> Counter[str]:
+    """What this process has open."""
+    found: Counter[str] = Counter()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{entry}"))] += 1
+    return found
+
+
+def left(before: Counter[str]) -> str:
+    return f"open: {descriptors() - before}; threads: {sorted(t.name for t in threading.enumerate())}"
+
+
 def dprims_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("dprims")]
 
@@ -212,13 +227,13 @@ def dprims_threads() -> list[str]:
 def fleets(outliving: list[Any]) -> Iterator[list[Fleet]]:
     """The fleet that is in use, if there is one."""
     fleets: list[Fleet] = []
-    threads, descriptors = dprims_threads(), len(os.listdir("/proc/self/fd"))
+    threads, before = dprims_threads(), descriptors()
     yield fleets
     while fleets:
         outliving.remove(fleets[0])
         fleets.pop().close()
     until(lambda: len(dprims_threads()) <= len(threads) + KEPT)
-    until(lambda: gc.collect() >= 0 and len(os.listdir("/proc/self/fd")) <= descriptors + KEPT)
+    until(lambda: gc.collect() >= 0 and descriptors().total() <= before.total() + KEPT, lambda: left(before))
 
 
 @pytest.fixture
@@ -498,8 +513,8 @@ ERRORS: dict[str, tuple[type[BaseException], ...]] = {
 """What an operation may raise, by fault or, where no rank is hit, by victim."""
 
 
-def until(true: Any) -> None:
+def until(true: Any, why: Any = lambda: "what was waited for did not come") -> None:
     deadline = time.monotonic() + LIMIT_S
     while not true():
-        assert time.monotonic() < deadline, "what was waited for did not come"
+        assert time.monotonic() < deadline, why()
         time.sleep(0.005)

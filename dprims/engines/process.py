@@ -47,31 +47,35 @@ class WorkerProcess:
         context.set_forkserver_preload(list(_PRELOAD))
         ours, theirs = context.Pipe()
         self.name = name
-        self.process = context.Process(
-            target=_serve, args=(theirs, factory, tuple(args)), name=name, daemon=True
-        )
-        self.process.start()
+        process = context.Process(target=_serve, args=(theirs, factory, tuple(args)), name=name, daemon=True)
+        process.start()
         theirs.close()  # so that the pipe ends when the process does
+        self._process: Any = process
+        self._pid = process.pid or 0
         self._pipe: Connection = ours
         self._open: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._next = 0
+        self._exitcode: int | None = None
         self._lost: PeerLost | None = None
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ready: Future[Any] = self._future(0)
         """Done when the object has been built, or has failed to be."""
-        for target in (self._send, self._receive):  # a frozen process must not block its callers
-            threading.Thread(target=target, name=f"dprims-{name}", daemon=True).start()
+        # a frozen process must not block its callers
+        self._sender = threading.Thread(target=self._send, name=f"dprims-{name}", daemon=True)
+        self._sender.start()
+        threading.Thread(target=self._receive, name=f"dprims-{name}", daemon=True).start()
 
     @property
     def pid(self) -> int:
         """The id of the process."""
-        return self.process.pid or 0
+        return self._pid
 
     @property
     def alive(self) -> bool:
         """Whether the process exists; a frozen one does."""
-        return self._lost is None and self.process.is_alive()
+        process = self._process
+        return self._lost is None and process is not None and bool(process.is_alive())
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call *method* in the process, after the calls made before; the future has its result."""
@@ -131,32 +135,44 @@ class WorkerProcess:
                 log.warning("%s: a reply could not be read: %r", self.name, error)
                 continue
             self._settle(number, outcome)
-        self.process.join(1.0)  # the pipe is closed: it is on its way out
-        lost = PeerLost(f"{self.name} (pid {self.pid}) {_how_it_ended(self.process.exitcode)}")
+        # the pipe is closed: it is on its way out
+        lost = PeerLost(f"{self.name} (pid {self.pid}) {_how_it_ended(self._join(1.0))}")
         with self._lock:
             self._lost = lost
             numbers = list(self._open)
         for number in numbers:
             self._settle(number, lost)
         self._outbox.put(_END)
+        self._sender.join()
+        self._pipe.close()  # not before nobody writes to it: the number of its descriptor is given away again
+
+    def _join(self, timeout: float) -> int | None:
+        """Wait for the process to end, let go of its descriptors, and return its exit code."""
+        process = self._process
+        if process is not None:
+            process.join(timeout)
+            self._exitcode = process.exitcode
+            if self._exitcode is not None:
+                self._process = None
+        return self._exitcode
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is still there."""
+        process = self._process
         with contextlib.suppress(ProcessLookupError):
-            if self.process.is_alive():
+            if process is not None and process.is_alive():
                 os.kill(self.pid, number)
 
     def close(self, timeout: float = 5.0) -> None:
         """Ask the process to leave, and end it when it has not within *timeout* seconds. Idempotent."""
         self._outbox.put(pickle.dumps(None))
-        self.process.join(timeout)
+        self._join(timeout)
         self.kill()
 
     def kill(self) -> None:
         """End the process now, frozen or not, and wait until it is gone."""
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(10.0)
+        self.signal(signal.SIGKILL)
+        self._join(10.0)
         self._outbox.put(_END)
 
     def __repr__(self) -> str:

@@ -29,6 +29,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TypeVar
@@ -130,14 +131,21 @@ class Server(ABC):
         self.start()
 
     def freeze(self) -> None:
-        """Make it stand still (SIGSTOP), and return once it does; its connections stay open."""
-        pid = self.pid
-        os.kill(pid, signal.SIGSTOP)
+        """Make it stand still (SIGSTOP), and return once it does; its connections stay open.
+
+        BackendUnavailable when it has ended by itself; its last words are in the message.
+        """
+        process = self._running()
+        process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_S
-        while os.waitpid(pid, os.WUNTRACED | os.WNOHANG) == (0, 0):
+        while process.poll() is None:  # which takes an end, and leaves a stop to be seen here
+            with suppress(ChildProcessError):
+                if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    return
             if time.monotonic() > deadline:
                 raise BackendUnavailable(f"{self!r} still runs {_STOP_S:g} s after SIGSTOP")
             time.sleep(_POLL_S)
+        raise BackendUnavailable(f"{self!r} ended by itself, {process.returncode}: {self.log[-1000:]}")
 
     def thaw(self) -> None:
         """Let it run again after :meth:`freeze` (SIGCONT)."""
