@@ -93,6 +93,11 @@ class Server(ABC):
         return frozenset(process.pid for process in (self._process, self._watchdog) if process)
 
     @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended since, by itself or otherwise; a frozen one runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def log(self) -> str:
         """What it wrote to stdout and stderr, over all its starts."""
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
