@@ -78,7 +78,7 @@ class Started:
 def holding(url: str, name: str, script: str, *options: str) -> Started:
     """A shell script under the lock *name*, which has said "go"."""
     started = Started(
-        *DPRIMS, "lock", "run", url, name, *options, "--", "/bin/sh", "-c", f"echo go; {script}"
+        *DPRIMS, "lock", "run", *options, url, name, "--", "/bin/sh", "-c", f"echo go; {script}"
     )
     started.until_said(b"go\n")
     return started
@@ -108,6 +108,30 @@ def test_run_exports_the_token_and_exits_as_the_command_does(redis_server: Redis
     assert run.returncode == 7
     assert re.fullmatch(r"from stdin\ntoken \d{16,}\n", run.stdout)
     assert run.stderr == "err\n"
+
+
+@pytest.mark.parametrize("between", [[], ["--"]])
+def test_all_that_follows_the_name_belongs_to_the_command(
+    redis_server: RedisServer, name: str, between: list[str]
+) -> None:
+    command = ["printf", "%s,", "-l", "--json", "--", "--help"]
+    run = call("lock", "run", redis_server.url, name, *between, *command)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "-l,--json,--,--help,", "")
+
+
+def test_the_url_is_that_of_the_environment_when_it_is_left_out(
+    redis_server: RedisServer, backend: dprims.Backend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "DPRIMS_BACKEND", redis_server.url)
+    assert call("lock", "run", name, "echo", "-n", "redis://no").stdout == "redis://no"
+    with dprims.DistributedLock(name, backend) as grant:
+        assert str(grant.token) in call("lock", "ls").stdout
+        assert str(grant.token) in call("lock", "ls", name).stdout
+        assert str(grant.token) in call("lock", "ls", redis_server.url).stdout
+        assert f"{name} is held by" in call("lock", "show", name).stdout
+        assert call("lock", "break", "--token", "1", name).returncode == 1
+    assert call("roster", name, "--json").stdout == "[]\n"
+    assert name not in call("status", "--json").stdout
 
 
 def test_run_as_json(redis_server: RedisServer, name: str) -> None:
@@ -149,7 +173,7 @@ def test_a_lock_that_is_not_had_in_time(
     redis_server: RedisServer, backend: dprims.Backend, name: str, options: list[str]
 ) -> None:
     with dprims.DistributedLock(name, backend, label="somebody"):
-        run = call("lock", "run", redis_server.url, name, *options, "--", "echo", "ran")
+        run = call("lock", "run", *options, redis_server.url, name, "--", "echo", "ran")
     assert (run.returncode, run.stdout) == (1, "")
     assert re.fullmatch(
         f"dprims: lock '{name}' was not acquired .* held by somebody pid {os.getpid()}.*\n", run.stderr
@@ -255,7 +279,7 @@ def test_ls_show_and_break(redis_server: RedisServer, backend: dprims.Backend, n
     lock = dprims.DistributedLock(name, backend, label="holder")
     other = dprims.DistributedLock(f"{name} b", backend)
     grant = lock.acquire()
-    with other, Started(*DPRIMS, "lock", "run", url, name, "--label", "next", "--", "true") as run:
+    with other, Started(*DPRIMS, "lock", "run", "--label", "next", url, name, "--", "true") as run:
         until(lock.waiters)
         head, first, second = call("lock", "ls", url, name).stdout.splitlines()
         assert head.split() == ["NAME", "TOKEN", "HOLDER", "ASKED"]
@@ -359,17 +383,22 @@ def test_roster(redis_server: RedisServer, backend: dprims.Backend, name: str) -
         (["lock"], "Missing command"),
         (["lock", "walk"], "No such command 'walk'"),
         (["lock", "run", "URL", "n"], "Missing argument 'COMMAND"),
-        (["lock", "run", "URL", "n", "ls", "-l"], "No such option: -l"),
+        (["lock", "run"], "Missing argument 'NAME'"),
+        (["lock", "run", "-l", "URL", "n", "ls"], "No such option: -l"),
+        (["lock", "run", "URL", "--ttl", "1", "n", "ls"], "NAME: got '--ttl'; options come before URL"),
+        (["lock", "run", "URL", "n", "--ttl", "1", "ls"], "COMMAND: got '--ttl'; options come before URL"),
         (
-            ["lock", "run", "URL", "n", "--no-wait", "--timeout", "1", "--", "ls"],
+            ["lock", "run", "--no-wait", "--timeout", "1", "URL", "n", "--", "ls"],
             "cannot be used with --timeout",
         ),
-        (["lock", "run", "URL", "n", "--timeout", "-1", "--", "ls"], "timeout is -1.0"),
-        (["lock", "run", "URL", "n", "--ttl", "0", "--", "ls"], "ttl is 0.0"),
-        (["lock", "run", "URL", "n", "--grace", "-1", "--", "ls"], "--grace"),
+        (["lock", "run", "--timeout", "-1", "URL", "n", "--", "ls"], "timeout is -1.0"),
+        (["lock", "run", "--ttl", "0", "URL", "n", "--", "ls"], "ttl is 0.0"),
+        (["lock", "run", "--grace", "-1", "URL", "n", "--", "ls"], "--grace"),
         (["lock", "run", "URL", "", "--", "ls"], "lock name is ''"),
         (["lock", "run", "nowhere://x", "n", "--", "ls"], "scheme is 'nowhere'"),
-        (["lock", "run", "nowhere", "n", "--", "ls"], "expected scheme://"),
+        (["lock", "run", "n", "ls"], "Missing argument 'URL', and DPRIMS_BACKEND is not set."),
+        (["lock", "ls"], "Missing argument 'URL', and DPRIMS_BACKEND is not set."),
+        (["lock", "show", "nowhere", "n"], "expected scheme://"),
         (["lock", "run", "memory://x", "n", "--", "ls"], "'memory://x' is seen by one process alone"),
         (["lock", "show", "URL"], "Missing argument"),
         (["lock", "show", "URL", "x" * 600], "expected 1 to 512 bytes"),

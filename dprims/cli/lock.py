@@ -14,23 +14,24 @@ from ..lock import DistributedLock
 from ..record import owner_of
 from ._columns import columns, one_line
 from ._under_lock import run_under
-from ._urls import seen_by_others
+from ._urls import URL_HELP, Missing, backend_url, is_url, seen_by_others, url_and
 
 lock = typer.Typer(help="Run a command under a lock; list, show and break locks.", no_args_is_help=False)
 
-Url = Annotated[str, typer.Argument(help="redis://, etcd://, tcpstore:// ...", show_default=False)]
-Name = Annotated[str, typer.Argument(help="The lock's name.", show_default=False)]
+Url = Annotated[str | None, typer.Argument(metavar="URL", help=URL_HELP, show_default=False)]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The lock's name.", show_default=False)]
 Namespace = Annotated[str, typer.Option(help="Whose locks.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@lock.command()
+@lock.command(context_settings={"allow_interspersed_args": False})
 def run(
-    url: Url,
-    name: Name,
+    url: Url = None,
+    name: Name = None,
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="What to run, after --.", show_default=False)
-    ],
+        list[str] | None,
+        typer.Argument(metavar="COMMAND", help="What to run, and its own arguments.", show_default=False),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds to wait for the lock; without it, for ever.")
     ] = None,
@@ -47,12 +48,16 @@ def run(
 ) -> None:
     """Run COMMAND while holding the lock NAME, like flock; exit as it does, with 128+n for signal n.
 
+    Options come before URL and NAME: all that follows NAME, with or without --, belongs to COMMAND. A
+    first argument without :// is the NAME.
+
     COMMAND finds the fencing token in DPRIMS_TOKEN. Signals are passed on to it. When the lock is lost,
     it is ended (SIGTERM, then SIGKILL) and the status is 75; when the lock is not had in time, 1.
     """
     if no_wait and timeout is not None:
         raise typer.BadParameter("cannot be used with --timeout", param_hint="--no-wait")
-    with connect(seen_by_others(url)) as backend:
+    where, name, command = _words([word for word in (url, name) if word is not None] + (command or []))
+    with connect(seen_by_others(where)) as backend:
         guarded = DistributedLock(
             name,
             backend,
@@ -69,14 +74,19 @@ def run(
 
 @lock.command()
 def ls(
-    url: Url,
-    prefix: Annotated[str, typer.Argument(help="Only names that start so.")] = "",
+    url: Url = None,
+    prefix: Annotated[
+        str | None, typer.Argument(metavar="PREFIX", help="Only names that start so.", show_default=False)
+    ] = None,
     namespace: Namespace = "dprims",
     as_json: AsJson = False,
 ) -> None:
     """List the locks that are held, with their holders."""
+    if prefix is None and url is not None and not is_url(url):
+        url, prefix = None, url
+    prefix = prefix or ""
     start = f"{check_name('namespace', namespace)}/"
-    with connect(url) as backend:
+    with connect(backend_url(url)) as backend:
         held = {place.name.removeprefix(start): owner_of(place) for place in backend.held(start + prefix)}
     if as_json:
         typer.echo(json.dumps([{"name": name, **_data(owner)} for name, owner in held.items()]))
@@ -90,9 +100,12 @@ def ls(
 
 
 @lock.command()
-def show(url: Url, name: Name, namespace: Namespace = "dprims", as_json: AsJson = False) -> None:
+def show(
+    url: Url = None, name: Name = None, namespace: Namespace = "dprims", as_json: AsJson = False
+) -> None:
     """Show who holds the lock NAME, and who waits for it, in order."""
-    with connect(url) as backend:
+    where, name = url_and(url, name, "NAME")
+    with connect(where) as backend:
         owner, waiters = _look(backend, namespace, name)
     if as_json:
         data = {"name": name, "owner": owner and _data(owner), "waiters": [_data(one) for one in waiters]}
@@ -109,8 +122,8 @@ def show(url: Url, name: Name, namespace: Namespace = "dprims", as_json: AsJson 
 
 @lock.command("break")
 def break_(
-    url: Url,
-    name: Name,
+    url: Url = None,
+    name: Name = None,
     token: Annotated[
         int | None, typer.Option(help="Break only the holding with this token.", show_default=False)
     ] = None,
@@ -122,7 +135,8 @@ def break_(
     The holder learns so at its next heartbeat and may work on until then: only the token protects
     the resource. Exit status 1 when the lock is not held, or not under that token.
     """
-    with connect(url) as backend:
+    where, name = url_and(url, name, "NAME")
+    with connect(where) as backend:
         owner, _ = _look(backend, namespace, name)
         held = None if owner is None else owner.token
         done = held is not None and token in (None, held) and backend.evict(f"{namespace}/{name}", held)
@@ -134,6 +148,24 @@ def break_(
         otherwise = f"held with token {held}, not {token}" if held and token else "not held"
         typer.echo(f"dprims lock break: {name} is {otherwise}", err=True)
     raise typer.Exit(0 if done else 1)
+
+
+def _words(words: list[str]) -> tuple[str, str, list[str]]:
+    """The URL, the name and the command of ``run``, from all its arguments."""
+    url = words.pop(0) if words and is_url(words[0]) else None
+    name, *command = words or [""]
+    if command[:1] == ["--"]:
+        del command[0]
+    elif command and command[0].startswith("-"):
+        raise typer.BadParameter(
+            f"got {command[0]!r}; options come before URL and NAME", param_hint="COMMAND"
+        )
+    for what, missing in (("NAME", not words), ("COMMAND", not command)):
+        if missing:
+            raise Missing(what)
+    if name.startswith("-"):
+        raise typer.BadParameter(f"got {name!r}; options come before URL and NAME", param_hint="NAME")
+    return backend_url(url), name, command
 
 
 def _look(backend: Backend, namespace: str, name: str) -> tuple[Owner | None, list[Owner]]:

@@ -11,16 +11,23 @@ import typer
 from ..backend import connect
 from ..roster import Roster
 from ._columns import columns
+from ._urls import URL_HELP, url_and
 
 
 def roster(
-    url: Annotated[str, typer.Argument(help="redis://, etcd://, tcpstore:// ...", show_default=False)],
-    name: Annotated[str, typer.Argument(help="The roster's name.", show_default=False)],
+    url: Annotated[str | None, typer.Argument(metavar="URL", help=URL_HELP, show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The roster's name.", show_default=False)
+    ] = None,
     namespace: Annotated[str, typer.Option(help="Whose rosters.")] = "dprims",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the live members of the roster NAME: incarnation, process and payload of each."""
-    with connect(url) as backend:
+    """List the live members of the roster NAME.
+
+    Of each: incarnation, process and payload.
+    """
+    where, name = url_and(url, name, "NAME")
+    with connect(where) as backend:
         members = Roster(name, backend, namespace=namespace).members().values()
     if as_json:
         typer.echo(json.dumps([asdict(member) for member in members]))

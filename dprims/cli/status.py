@@ -12,14 +12,14 @@ import typer
 from ..backend import connect
 from ..exceptions import BackendError
 from ..status import Observer
-from ._urls import seen_by_others
+from ._urls import URL_HELP, backend_url, seen_by_others
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 def status(
-    url: Annotated[str, typer.Argument(help="redis://, etcd://, tcpstore:// ...", show_default=False)],
+    url: Annotated[str | None, typer.Argument(metavar="URL", help=URL_HELP, show_default=False)] = None,
     namespace: Annotated[str, typer.Option(help="Whose locks, rosters and refits.")] = "dprims",
     fleet: Annotated[
         list[str] | None, typer.Option(help="A fleet to show even when nothing stands of it.")
@@ -42,7 +42,7 @@ def status(
     """
     if web is not None and (as_json or once):
         raise typer.BadParameter("cannot be used with --json or --once", param_hint="--web")
-    with connect(seen_by_others(url)) as backend:
+    with connect(seen_by_others(backend_url(url))) as backend:
         observer = Observer(backend, namespace, tuple(fleet or ()))
         if as_json:
             typer.echo(json.dumps(observer.look().to_json()))
