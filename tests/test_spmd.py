@@ -25,6 +25,7 @@ from dprims.engines import letters
 from dprims.engines.mailbox import PART_BYTES, Channel, Letterbox, Post, done, mailbox_name
 from dprims.engines.spmd import SpmdReceiver, SpmdRefit
 from dprims.exceptions import (
+    BelowQuorum,
     HandshakeMismatch,
     MembershipError,
     PeerLost,
@@ -550,6 +551,121 @@ def test_a_killed_leader_leaves_every_shard_whole_and_the_next_one_goes_on(
         assert done_after[0][0] > 1
         assert [sink.checksums() for sink in sinks] == [[done_after[-1][1]]] * 2
         assert [receiver.version for receiver in receivers] == [done_after[-1][0]] * 2
+
+
+RECEIVER = """
+import logging, sys
+from dprims.engines.spmd import SpmdReceiver
+from dprims.testing.weights import ToySink
+
+logging.basicConfig(level=logging.WARNING)
+url, fleet = sys.argv[1:]
+with SpmdReceiver(ToySink(0, 0, 1), backend=url, fleet=fleet, shard=0, shard_sizes=(1,), roster_ttl_s=2.0):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+class Receiver:
+    """A generation rank in a process of its own."""
+
+    def __init__(self, url: str, fleet: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RECEIVER, url, fleet],
+            env={**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def kill(self) -> str:
+        """End it as it is; what it said to stderr."""
+        self.process.kill()
+        return self.process.communicate(timeout=LIMIT_S)[1]
+
+
+@contextlib.contextmanager
+def trainer(url: str, fleet: str, **options: Any) -> Iterator[SpmdRefit]:
+    """The only trainer, in this process; a rank that does not answer costs it *stall_timeout_s*."""
+    with SpmdRefit(
+        ToySource(0),
+        backend=url,
+        fleet=fleet,
+        rank=0,
+        world_size=1,
+        stage=0,
+        host="127.0.0.1",
+        roster_ttl_s=TTL_S,
+        gather_s=LIMIT_S,
+        stall_timeout_s=LIMIT_S,
+        **options,
+    ) as refit:
+        yield refit
+
+
+def test_a_job_that_is_started_again_does_not_wait_for_the_dead_of_the_one_before(redis_server: Any) -> None:
+    """Its receivers were killed a moment ago, so their entries still stand when the new leader looks."""
+    url, fleet = redis_server.url, f"spmd-{uuid.uuid4().hex[:8]}"
+    receivers = [Receiver(url, fleet)]
+    try:
+        with trainer(url, fleet) as refit:
+            refit.init_communicator()
+            assert refit.sync_weights().members == (0,)
+        receivers[0].kill()
+        receivers.append(Receiver(url, fleet))
+        with trainer(url, fleet) as refit:
+            began = time.monotonic()
+            refit.init_communicator()
+            assert time.monotonic() - began < LIMIT_S, "a stall timeout"
+            assert refit.sync_weights().members == (0,)
+    finally:
+        said = [receiver.kill() for receiver in receivers]
+    assert "lapsed" not in said[-1], "the new rank was taken for the dead one"
+
+
+def test_a_receiver_that_takes_a_dead_ones_place_keeps_it(redis_server: Any) -> None:
+    url, fleet = redis_server.url, f"spmd-{uuid.uuid4().hex[:8]}"
+    receivers = [Receiver(url, fleet)]
+    try:
+        with trainer(url, fleet) as refit:
+            refit.init_communicator()
+            assert refit.sync_weights().members == (0,)
+            receivers[0].kill()
+            receivers.append(Receiver(url, fleet))
+            deadline = time.monotonic() + LIMIT_S
+            while True:
+                refit.mark_stale()
+                try:
+                    assert refit.sync_weights().members == (0,)
+                    break
+                except (BelowQuorum, PeerLost):  # nobody is in while the dead one's entry lapses
+                    assert time.monotonic() < deadline
+    finally:
+        said = [receiver.kill() for receiver in receivers]
+    assert "lapsed" not in said[-1], "the new rank was taken for the dead one"
+
+
+def test_ranks_that_disagree_about_the_shards_are_refused_once_none_of_them_can_be_a_dead_one() -> None:
+    url, fleet = f"memory://{uuid.uuid4().hex}", "disagree"
+    options: Any = {"backend": url, "fleet": fleet, "shard": 0, "roster_ttl_s": 0.5, "timeout": 5.0}
+    with (
+        ThreadPoolExecutor() as pool,
+        SpmdRefit(
+            ToySource(0), backend=url, fleet=fleet, rank=0, world_size=1, stage=0, host="127.0.0.1",
+            roster_ttl_s=0.5, gather_s=2 * LIMIT_S,
+        ) as refit,
+    ):  # fmt: skip
+        joining = [
+            pool.submit(SpmdReceiver, ToySink(0, 0, 1), shard_sizes=(1,), **options),
+            pool.submit(SpmdReceiver, ToySink(1, 0, 1), shard_sizes=(1, 1), **options | {"shard": 1}),
+        ]
+        began = time.monotonic()
+        with pytest.raises(HandshakeMismatch, match=r"disagree about shard_sizes: \[\(1,\), \(1, 1\)\]"):
+            refit.init_communicator()
+        assert time.monotonic() - began < LIMIT_S, "what is known at once was waited for"
+        for one in joining:
+            assert isinstance(one.exception(LIMIT_S), RefitTimeout)
 
 
 # -- torchrun -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ..backend import Backend, connect
 from ..exceptions import HandshakeMismatch, PeerLost, RefitError, RefitTimeout, StaleLeader
 from ..synchronizer.calls import RankInfo, RefitAnswer, RefitCall, RefitSite
 from ..synchronizer.collective import CollectiveWeightSynchronizer
-from ._spmd_rank import LOOK_S, Address, address_key, enrolment, write_address
+from ._spmd_rank import LOOK_S, Address, Waiting, address_key, enrolment, write_address
 from .fleet import WorkerGroup
 from .letters import read_answer, read_info, write_call
 from .mailbox import Post, done, failed, then
@@ -128,11 +128,15 @@ class Lead(CollectiveWeightSynchronizer):
     def _discover(self) -> tuple[int, ...]:
         """The shard sizes that the enrolled ranks name, once all are in, or enough of them after a while."""
         roster, deadline = enrolment(self.site, self.backend), time.monotonic() + self._gather_s
+        agreed, waiting = time.monotonic(), Waiting(f"the leader of fleet {self.site.prefix!r}")
         while True:
             members = roster.members()
             shapes = sorted({tuple(member.payload["sizes"]) for member in members.values()})
-            late = time.monotonic() >= deadline
-            if len(shapes) > 1 and late:  # sooner, one of them may be of ranks that have ended
+            now = time.monotonic()
+            late = now >= deadline
+            agreed = now if len(shapes) < 2 else agreed
+            # for two ttls one of them may be of ranks that have ended
+            if len(shapes) > 1 and (late or now - agreed > 2 * self.site.roster_ttl_s):
                 raise HandshakeMismatch(f"generation ranks disagree about shard_sizes: {shapes}")
             for sizes in shapes if len(shapes) == 1 else ():
                 whole = [
@@ -142,16 +146,20 @@ class Lead(CollectiveWeightSynchronizer):
                 ]
                 if len(whole) == len(sizes) or (late and len(whole) >= max(1, self.min_shards)):
                     return sizes
+            enrolled = ", ".join(sorted(members)) or "nobody"
             if late:
                 raise RefitTimeout(
-                    f"fleet {self.site.prefix!r}: no {max(1, self.min_shards)} whole shards within "
-                    f"{self._gather_s:g} s; enrolled are {sorted(members) or 'no generation ranks'}"
+                    f"fleet {self.site.prefix!r}: fewer than {max(1, self.min_shards)} whole shards within "
+                    f"{self._gather_s:g} s; enrolled are {enrolled}"
                 )
+            waiting.still(
+                f"not all generation ranks are there; enrolled (shard.rank): {enrolled}; sizes: {shapes}"
+            )
             time.sleep(LOOK_S)
 
     def _await_seats(self, address: Address) -> None:
         deadline = time.monotonic() + self._gather_s
-        roster = enrolment(self.site, self.backend)
+        roster, waiting = enrolment(self.site, self.backend), Waiting(f"the leader of {self.site.prefix!r}")
         while True:
             enrolled = roster.members()
             names = [
@@ -166,6 +174,7 @@ class Lead(CollectiveWeightSynchronizer):
             if time.monotonic() >= deadline:
                 log.warning("seats %s did not join within %g s", missing, self._gather_s)
                 return
+            waiting.still(f"seats {missing} have not joined")
             time.sleep(LOOK_S / 4)
 
     def _inference_world_size(self) -> int:

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 from ..backend import Backend, connect
 from ..exceptions import DprimsError, HandshakeMismatch
 from ..roster import Roster
-from ..synchronizer.calls import RefitSite
+from ..synchronizer.calls import RefitAnswer, RefitSite
+from ..synchronizer.run import is_first_hand
 from ..synchronizer.workers import WeightReceiver, WeightSender
-from .letters import read_call, write_answer, write_info
+from .letters import Document, read_call, write_answer, write_info
 from .mailbox import SLICE_S, Handler, Letterbox, mailbox_name, then
 
 log = logging.getLogger("dprims.engines.spmd")
 
 LOOK_S = 0.2
 """Pause between two looks at who is in, and between two tries to reach a leader's store."""
+SAY_AFTER_S = 5.0
+SAY_EVERY_S = 30.0
 CLOSE_S = 10.0
 """How long closing waits for a thread that is in the middle of something."""
 
@@ -59,6 +62,22 @@ def read_address(backend: Backend, site: RefitSite) -> Address | None:
     term, value = found
     store, trainers, sizes, ttl = json.loads(value)
     return Address(term, str(store), int(trainers), tuple(map(int, sizes)), float(ttl))
+
+
+class Waiting:
+    """Says what a long wait is for, so that nobody has to guess: after SAY_AFTER_S, then each SAY_EVERY_S."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._began = time.monotonic()
+        self._due = self._began + SAY_AFTER_S
+
+    def still(self, why: str) -> None:
+        """The wait goes on, for this reason."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + SAY_EVERY_S
+            log.warning("%s has waited for %.0f s: %s", self._who, now - self._began, why)
 
 
 class Attendant:
@@ -103,7 +122,14 @@ class Attendant:
         return then(self.worker.prepare_refit_info(self.site, str(body)), write_info)
 
     def _call(self, body: Any) -> Future[Any]:
-        return then(self.worker.submit(read_call(body)), write_answer)
+        return then(self.worker.submit(read_call(body)), self._said)
+
+    def _said(self, answer: RefitAnswer) -> Document:
+        """The answer on its way; what went wrong here, and not because of others, is also said here."""
+        if answer.error is not None and is_first_hand(answer.error):
+            kind = type(answer.error).__name__
+            log.warning("seat %d, to its leader: %s: %s", self.worker.seat, kind, answer.error)
+        return write_answer(answer)
 
     def _run(self) -> None:
         pause = LOOK_S

@@ -42,7 +42,7 @@ from ..synchronizer.calls import RefitSite
 from ..synchronizer.collective import CollectiveWeightSynchronizer
 from ..synchronizer.workers import WeightReceiver, WeightSender
 from ._spmd_lead import Lead
-from ._spmd_rank import LOOK_S, Address, Attendant, address_key, enrolment, read_address
+from ._spmd_rank import LOOK_S, Address, Attendant, Waiting, address_key, enrolment, read_address
 from .letters import Document, read_error, read_report, write_error, write_report
 from .mailbox import SLICE_S, check_url, done
 
@@ -150,10 +150,12 @@ class SpmdReceiver:
     def _await_leader(self, timeout: float) -> Address:
         """Enrol, and return the address of a leader that answers and counts on this rank."""
         deadline, said = time.monotonic() + timeout, "none has said where it is"
+        waiting = Waiting(f"rank {self.worker} of shard {self.shard}, for a leader of {self._site.prefix!r},")
         while (left := deadline - time.monotonic()) > 0:
             try:
                 self._enrol()
                 address = read_address(self._backend, self._site)
+                waiting.still(said)
                 if address is None:
                     self._backend.wait(address_key(self._site), min(left, SLICE_S))
                     continue

@@ -205,20 +205,27 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             if self._grant is not None and not self._grant.lost:
                 raise RefitError("init_communicator was called before; call shutdown first")
             self._open_backend()
-            grant = DistributedLock(
+            lock = DistributedLock(
                 f"{self.site.fleet}/leader",
                 self._opened,
                 namespace=self.site.namespace,
                 ttl=max(2 * self.site.roster_ttl_s, 2.0),
                 on_lost=lambda grant: self._depose(grant, "the leader lock was lost"),
                 label="refit leader",
-            ).acquire(timeout)
+            )
+            grant = lock.acquire(0)
+            if grant is None:
+                log.warning(
+                    "fleet %r is led already, by %s: waiting for its end", self.site.prefix, lock._holder()
+                )
+                grant = lock.acquire(timeout)
             if grant is None:
                 raise LockTimeout(f"another controller leads fleet {self.site.prefix!r}, after {timeout} s")
             self._retire()
             self._grant = grant
             try:
                 self._seats = Seats(self._roster(), self._train_world_size() + self._inference_world_size())
+                self._seats.watch(self._gone)
                 reserved, current = self._raise_fences(grant.token)
                 highest = max((info.version for info in self._prepare()), default=0)
                 if highest > (reserved.number if reserved else 0):
@@ -227,7 +234,6 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 self.ledger = Ledger(self.backend, self.site.prefix)
                 self._leader = Leader(self._fleet(), min_shards=self.min_shards)
                 self.chronicle.lead(self.backend, self.site.prefix, grant.token)
-                self._seats.watch(self._gone)
                 roster = self._who_is_in()
                 evicted = self.ledger.marked(seat for seat, stands in enumerate(roster) if not stands)
                 self._drive(Elected(grant.token, reserved, current, roster, frozenset(evicted)))
@@ -301,6 +307,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
     def _prepare(self) -> list[RankInfo]:
         """Have every rank in at this site, and learn what the trainers send. A dead rank is left out."""
         began = time.monotonic()
+        before = dict(self.seats.known)  # a process that answers no more is none that joins after this
         handles = list(self.policy.prepare_refit_info(self.site, self.stages.known))
         trainers = len(handles)
         handles += self.generation.prepare_refit_info(self.site)
@@ -308,7 +315,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         for seat, future in asked.items():
             record = self.journal.called("prepare", seat, 0, began)
             future.add_done_callback(partial(self.journal.introduced, record))
-        late = self._late(asked)
+        late = self._late(asked, before)
         infos: list[RankInfo] = []
         for seat, future in asked.items():
             error = (
@@ -330,7 +337,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 said("seat %d takes no part: %s", seat, error)
                 self._missed.add(seat)
                 if isinstance(error, PeerLost):
-                    self.seats.evict(seat, self.seats.known.get(seat, 0))
+                    self.seats.evict(seat, before.get(seat, 0))
         self.stages.note(infos)
         return infos
 
@@ -343,8 +350,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             time.sleep(self.site.roster_ttl_s / LOOKS)
         return roster
 
-    def _late(self, asked: Mapping[int, Future[RankInfo]]) -> set[int]:
-        """Who has not answered in time. A generation rank that has left the roster is not waited for."""
+    def _late(self, asked: Mapping[int, Future[RankInfo]], before: Mapping[int, int]) -> set[int]:
+        """Who has not answered in time. A generation rank whose entry *before* has gone is not waited for."""
         deadline = time.monotonic() + 2 * self.site.roster_ttl_s + self.stall_timeout_s
         late = set(asked)
         while late and time.monotonic() < deadline:
@@ -352,7 +359,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             late = {seat for seat in late if not asked[seat].done()}
             if late and all(self._was_in(seat) for seat in late):
                 roster = self.seats.read()
-                if not any(roster[seat] for seat in late):
+                if not any(roster[seat] and roster[seat] == before.get(seat, roster[seat]) for seat in late):
                     break
         return late
 

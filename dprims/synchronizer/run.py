@@ -324,7 +324,7 @@ class Run:
         where = f"epoch {self.leader.epoch}, version {self._number}"
         found = [error for error in self._errors.values() if not isinstance(error, RefitAborted | PeerLost)]
         seat, first = next(
-            ((seat, error) for seat, error in self._errors.items() if _is_first_hand(error)), (-1, None)
+            ((seat, error) for seat, error in self._errors.items() if is_first_hand(error)), (-1, None)
         )
         if cause.what in ("quorum", "refused", "stale"):
             failure: BaseException = _ERRORS[cause.what](cause.why)
@@ -360,7 +360,7 @@ class Run:
         self._mark = now
 
 
-def _is_first_hand(error: BaseException) -> bool:
+def is_first_hand(error: BaseException) -> bool:
     """Whether a rank found this by itself: not that it was aborted, lost a peer, or waited in vain."""
     return not isinstance(error, RefitAborted | PeerLost | RefitTimeout)
 

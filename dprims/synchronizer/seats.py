@@ -23,6 +23,8 @@ class Seats:
         self.size = size
         self.known: dict[int, int] = {}
         """The incarnation under which each seat was last seen."""
+        self._seen: set[tuple[int, int]] = set()
+        """The entries that somebody has seen, and whose end was not told yet."""
         self._stop = threading.Event()
 
     def read(self) -> tuple[int, ...]:
@@ -31,6 +33,7 @@ class Seats:
         for name, member in self.roster.members().items():
             if name.isdecimal() and int(name) < self.size:
                 seats[int(name)] = self.known[int(name)] = member.incarnation
+                self._seen.add((int(name), member.incarnation))
         return tuple(seats)
 
     def evict(self, seat: int, incarnation: int) -> bool:
@@ -38,20 +41,22 @@ class Seats:
         return bool(incarnation) and self.roster.evict(str(seat), incarnation)
 
     def watch(self, lapsed: Callable[[int, int, str], None]) -> None:
-        """Call *lapsed* with seat, incarnation and words for every entry that ends, until :meth:`close`."""
+        """Call *lapsed* with seat, incarnation and words for every entry that ends, until :meth:`close`.
+
+        Every entry counts that a call of :meth:`read` has seen, also when another stands in its place now.
+        """
 
         def run() -> None:
-            before = (0,) * self.size
             while not self._stop.wait(self.roster.ttl / LOOKS):
+                seen = self._seen.copy()  # before the look: what is seen after it may be newer
                 try:
                     now = self.read()
                 except BackendError as error:
                     log.warning("the roster cannot be read: %s", error)
                     continue
-                for seat, (was, stands) in enumerate(zip(before, now, strict=True)):
-                    if was and was != stands:
-                        lapsed(seat, was, f"the roster entry of seat {seat} lapsed")
-                before = now
+                for seat, was in sorted(seen - set(enumerate(now))):
+                    self._seen.discard((seat, was))
+                    lapsed(seat, was, f"the roster entry of seat {seat} lapsed")
 
         threading.Thread(target=run, name="dprims-roster-watch", daemon=True).start()
 
