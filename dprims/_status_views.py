@@ -172,6 +172,11 @@ class Snapshot:
     notes: tuple[str, ...]
     """What could not be seen, in words."""
 
+    def knows(self, fleet: FleetView) -> bool:
+        """Whether anything of *fleet* is on the backend: a leader, a member, or what a leader wrote."""
+        written = fleet.record_term or fleet.version is not None or fleet.reserved is not None
+        return bool(written or fleet.leader) or any(roster.name == fleet.name for roster in self.rosters)
+
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON values. Tokens and incarnations are text: JavaScript and jq round large ints."""
         return {

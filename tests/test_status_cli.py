@@ -120,6 +120,21 @@ def test_once_and_json(backend: dprims.Backend, redis_server: RedisServer, names
     assert [one["name"] for one in data["rosters"][0]["members"]] == ["7"]
 
 
+@pytest.mark.parametrize("how", ["--once", "--json"])
+def test_a_fleet_that_is_not_there_is_said(
+    backend: dprims.Backend, redis_server: RedisServer, namespace: str, how: str
+) -> None:
+    big_fleet(backend, namespace)
+    run = call(redis_server.url, "--namespace", namespace, how, "--fleet", "refit", "--fleet", "typo")
+    assert (run.returncode, run.stderr) == (1, f"dprims status: no fleet 'typo' in namespace {namespace}\n")
+    assert "refit" in run.stdout
+    roster = dprims.Roster("typo", backend, namespace=namespace, ttl=20.0)
+    roster.join("0.0")  # a rank that waits for its leader
+    run = call(redis_server.url, "--namespace", namespace, how, "--fleet", "typo")
+    assert (run.returncode, run.stderr) == (0, "")
+    roster.leave()
+
+
 def test_a_fleet_of_1024_shards_fits_a_screen(
     backend: dprims.Backend, redis_server: RedisServer, namespace: str
 ) -> None:
