@@ -136,6 +136,7 @@ def _alternatives(world: int, sizes: Mapping[str, int], *, exact: bool) -> str:
         fitting = _fitting(world, [other for name, other in sizes.items() if name != axis], exact=exact)
         if fitting and (size != 1 or axis == "dp_shard"):
             text += f"; or {axis}={nearest(size, fitting)}"
+            text += " (dp_shard=-1 infers it)" if exact and axis == "dp_shard" else ""
     return text
 
 

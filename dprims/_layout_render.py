@@ -128,9 +128,13 @@ class Drawing:
             ("batch heads", ranks_text(layout.heads("pp_cp_tp"))),
             ("first stage", first),
             ("last stage", last if layout.pp == 1 else f"{last}; of a V schedule {first}"),
-            ("sequence length", f"a multiple of {layout.seq_len_divisor()} when context ranks are balanced"),
-            ("gradients", f"a sum over {layout.gradient_divide_factor} ranks, divided by as many"),
         ]
+        length, ranks = layout.seq_len_divisor(load_balanced=layout.cp > 1), layout.gradient_divide_factor
+        if length > 1:
+            balanced = " when context ranks are balanced" if layout.cp > 1 else ""
+            facts.append(("sequence length", f"a multiple of {length}{balanced}"))
+        if ranks > 1:
+            facts.append(("gradients", f"a sum over {ranks} ranks, divided by as many"))
         if layout.order != AXES:
             facts.append(("axis order", ", ".join(layout.order)))
         return facts

@@ -103,7 +103,7 @@ def test_what_others_accept_or_assert_is_a_layout_error(case: dict[str, Any]) ->
             {"tp": 4, "pp": 8},
             r"pp=8 \* tp=4 = 32 ranks, but world_size=16; .*world_size=32; or pp=4.*; or tp=2",
         ),
-        ({"tp": 4}, "tp=4 ranks, but world_size=16; .*or dp_shard=4"),
+        ({"tp": 4}, "tp=4 ranks, but world_size=16; .*or dp_shard=4 \\(dp_shard=-1 infers it\\)"),
         ({}, "world_size=16; .*or dp_shard=16"),
         ({"tp": -1, "pp": -1}, "pp=-1 and tp=-1: only one degree"),
         ({"dp_shard": -1, "ep": -1}, "dp_shard=-1 and ep=-1: only one degree"),

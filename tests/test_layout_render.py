@@ -98,3 +98,13 @@ def test_stages_wrap_where_a_line_ends() -> None:
 def test_what_cannot_be_drawn(wrong: dict[str, object]) -> None:
     with pytest.raises(LayoutError):
         LAYOUT.render(**wrong)  # type: ignore[arg-type]
+
+
+def test_no_fact_is_told_of_an_axis_that_is_not_split() -> None:
+    shown = ParallelLayout(world_size=2, pp=2).render("text")
+    assert "sequence length" not in shown
+    assert "gradients" not in shown
+    assert "sequence length  a multiple of 4\n" in ParallelLayout(world_size=4, tp=4).render("text")
+    shown = ParallelLayout(world_size=8, cp=2, tp=2, dp_shard=2).render("text")
+    assert "sequence length  a multiple of 8 when context ranks are balanced\n" in shown
+    assert "gradients        a sum over 4 ranks, divided by as many\n" in shown
