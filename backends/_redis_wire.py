@@ -15,7 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
+from inspect import signature
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
@@ -270,12 +272,26 @@ def pool_from(url: str, options: dict[str, Callable[[str], Any]]) -> tuple[Any, 
         if parts.scheme != "unix" and parts.path.strip("/"):
             int(parts.path.strip("/"))
         # not urlunsplit: it makes unix:/path of unix:///path
-        return redis.ConnectionPool.from_url(f"{url.partition('?')[0]}?{urlencode(theirs)}"), ours
+        pool = redis.ConnectionPool.from_url(f"{url.partition('?')[0]}?{urlencode(theirs)}")
+        _check_options([key for key, _ in theirs], list(options), pool.connection_class)
+        return pool, ours
     except ValueError as error:
         raise BackendMisconfigured(
             f"backend URL is {redacted(url)!r}: {error}; expected redis://[user:password@]host[:port][/db], "
             "rediss://... or unix:///path[?db=n]"
         ) from None
+
+
+def _check_options(given: Sequence[str], ours: Sequence[str], connection_class: type) -> None:
+    """Raise ValueError for an option that neither we nor the client's connections have."""
+    has = {name for base in connection_class.__mro__[:-1] for name in signature(base).parameters}
+    for key in given:
+        if key not in has and key != "max_connections":
+            like = get_close_matches(key, [*ours, *sorted(has)]) or ["db", "username", "socket_timeout"]
+            raise ValueError(
+                f"option {key!r} is unknown; expected {', '.join(ours)}, or one of the client's "
+                f"{connection_class.__name__}, such as {', '.join(like)}"
+            )
 
 
 def redacted(url: str) -> str:
