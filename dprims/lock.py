@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import metrics
@@ -213,7 +212,8 @@ class DistributedLock:
             raise AlreadyHeld(
                 f"lock {self.name!r} (token {mine.token}) is held by this thread or task already"
             )
-        ticket = self.backend.enqueue(self._full_name, self.ttl, make_record(self.label, self.payload))
+        record = make_record(self.label, self.payload, attempt.thread)
+        ticket = self.backend.enqueue(self._full_name, self.ttl, record)
         attempt.ticket = ticket
         if not ticket.held and not self._wait(session, ticket, deadline, attempt):
             return None
@@ -272,30 +272,6 @@ class DistributedLock:
 
     def __enter__(self) -> Grant:
         grant = self.acquire()
-        if grant is None:
-            raise LockTimeout(self._timed_out())
-        return grant
-
-    def _enter_aside(self) -> Grant:
-        """``__enter__`` on a thread of its own, for a main thread whose signal handlers raise.
-
-        On the main thread itself such an exception could strike between the server's note of our place
-        in the queue and ours, and leave the place behind until its ttl is over.
-        """
-        attempt = _Attempt()
-
-        def work() -> Grant | None:
-            grant = self._acquire(self.timeout, _identity(), attempt)
-            if grant is not None and attempt.cancelled:
-                grant.release()
-            return grant
-
-        with ThreadPoolExecutor(1, "dprims-acquire") as pool:
-            try:
-                grant = pool.submit(work).result()
-            except BaseException:
-                attempt.cancel(self.backend)
-                raise
         if grant is None:
             raise LockTimeout(self._timed_out())
         return grant
@@ -371,6 +347,8 @@ class DistributedLock:
             return f"unknown ({error})"
 
     def _timed_out(self) -> str:
+        if not self.timeout:
+            return f"lock {self.name!r} was not acquired: it is held by {self._holder()}"
         return f"lock {self.name!r} was not acquired within {self.timeout} s; held by {self._holder()}"
 
     def __repr__(self) -> str:
@@ -403,12 +381,13 @@ class FencedResource:
 
 
 class _Attempt:
-    """One call of acquire, as seen by whoever may cancel it, on another thread."""
+    """One call of acquire, as seen by whoever may cancel it, on another thread; made by who calls."""
 
-    __slots__ = ("cancelled", "ticket")
+    __slots__ = ("cancelled", "thread", "ticket")
 
     def __init__(self) -> None:
         self.cancelled = False
+        self.thread = threading.current_thread().name
         self.ticket: Ticket | None = None
 
     def cancel(self, backend: Backend) -> None:

@@ -17,12 +17,12 @@ from .exceptions import BackendMisconfigured
 MAX_RECORD = 16 * 1024
 
 
-def make_record(label: str = "", payload: object = None) -> bytes:
-    """Who this thread is, with what it wants others to know: *payload* is any JSON value."""
+def make_record(label: str = "", payload: object = None, thread: str | None = None) -> bytes:
+    """Who *thread* (None: this one) is, with what it wants others to know: *payload* is any JSON value."""
     fields = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "thread": threading.current_thread().name,
+        "thread": threading.current_thread().name if thread is None else thread,
         "rank": _rank(),
         "since": time.time(),
         "label": label,

@@ -163,20 +163,24 @@ def test_the_lock_is_held_while_the_command_runs_and_free_afterwards(
     with holding(redis_server.url, name, "read line", "--label", "me") as run:
         assert lock.owner().label == "me"
         assert lock.owner().pid == run.process.pid
+        assert lock.owner().thread == "MainThread"
         run.process.stdin.write(b"\n")
         assert run.end()[0] == 0
     assert lock.owner() is None
 
 
-@pytest.mark.parametrize("options", [["--no-wait"], ["--timeout", "0.2"]])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [(["--no-wait"], ": it is held by"), (["--timeout", "0.2"], " within 0.2 s; held by")],
+)
 def test_a_lock_that_is_not_had_in_time(
-    redis_server: RedisServer, backend: dprims.Backend, name: str, options: list[str]
+    redis_server: RedisServer, backend: dprims.Backend, name: str, options: list[str], says: str
 ) -> None:
     with dprims.DistributedLock(name, backend, label="somebody"):
         run = call("lock", "run", *options, redis_server.url, name, "--", "echo", "ran")
     assert (run.returncode, run.stdout) == (1, "")
     assert re.fullmatch(
-        f"dprims: lock '{name}' was not acquired .* held by somebody pid {os.getpid()}.*\n", run.stderr
+        f"dprims: lock '{name}' was not acquired{says} somebody pid {os.getpid()}.*\n", run.stderr
     )
 
 

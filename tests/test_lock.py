@@ -386,6 +386,7 @@ def test_async_with(backend: dprims.Backend, other: dprims.Backend, name: str) -
 
     async def task(who: str) -> None:
         async with lock as grant:
+            assert lock.owner().thread == "MainThread"  # not the one that waited for it
             order.append(f"{who} in")
             grant.check()
             await asyncio.sleep(0.01)
