@@ -13,7 +13,7 @@ READY := .venv/ready
 .PHONY: help demo test check lint types imports format chaos test-gpu test-slow test-browser test-netns test-etcd-matrix bench docs docs-serve constraints clean
 
 help:
-	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*#' Makefile | sed 's/:[^#]*# */\t/' | expand -t 18
 
 demo: $(READY) # a refit of real weights that survives a killed shard; ENGINE=ray: on Ray
 	$(BIN)/dprims demo $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)

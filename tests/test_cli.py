@@ -103,7 +103,6 @@ def test_only_the_command_that_is_asked_for_is_imported() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Missing command."),
         (["nonsense"], "No such command 'nonsense'."),
         (["--what"], "No such option: --what"),
     ],
@@ -126,8 +125,10 @@ def test_version_from_a_shell(command: list[str]) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"dprims {dprims.__version__}\n", "")
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
     listed = capsys.readouterr().out.partition("Commands:")[2].split("\n")
     files = {path.stem for path in Path(cli.__file__).parent.glob("[a-z]*.py")}
     assert {line.split()[0] for line in listed if line.strip()} == files
+    assert not [line for line in listed if line.endswith("...")], "a summary is cut"

@@ -27,9 +27,13 @@ def command(arguments: Sequence[str]) -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status; wrong use prints one line and gives 2."""
+    """Run one command and return its exit status; wrong use prints one line and gives 2.
+
+    Without arguments it is the help."""
     try:
-        status = command(arguments).main(list(arguments), prog_name="dprims", standalone_mode=False)
+        status = command(arguments).main(
+            list(arguments) or ["--help"], prog_name="dprims", standalone_mode=False
+        )
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         asked = context.command_path if context else "dprims"

@@ -15,7 +15,7 @@ from ..backend import need
 if TYPE_CHECKING:
     from ..testing.refit_bench import Measured
 
-bench = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
+bench = typer.Typer(help="Measure what this machine does.")
 
 SWEEP = (16, 64, 256, 1024, 4096)
 """Into how many tensors ``--sweep`` cuts the same bytes."""
@@ -32,14 +32,14 @@ def refit(
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
     receivers: Annotated[int, typer.Option(min=1, help="Receiving processes.")] = 1,
     bucket_mib: Annotated[
-        float | None, typer.Option(help="Bucket size in MiB.", show_default="8 on cpu, 1024 on cuda")
+        float | None, typer.Option(help="Bucket size in MiB; default: 8 on cpu, 1024 on cuda.")
     ] = None,
     max_mib: Annotated[
         int | None, typer.Option(min=1, help="Take only the model's first tensors, up to so many MiB.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; medians are shown.")] = 5,
     only: Annotated[
-        list[str] | None, typer.Option(help="Run this contestant; may be given again.", show_default="all")
+        list[str] | None, typer.Option(help="Run this contestant; may be given again; default: all.")
     ] = None,
     sweep: Annotated[bool, typer.Option(help="Also cut the same bytes into more and more tensors.")] = False,
     picture: Annotated[
@@ -52,10 +52,11 @@ def refit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     show: Annotated[bool, typer.Option("--list", help="Show models and contestants, and stop.")] = False,
 ) -> None:
-    """How fast weights travel from one process to others, against the ways engines move them today.
+    """How fast weights travel from one process to others.
 
-    All contestants move the same tensors between the same processes, in turn. *wire* is from the first
-    bucket's dispatch to the last one's arrival, *total* until the new weights are live.
+    Next to the ways engines move them today. All contestants move the same tensors between the same
+    processes, in turn. *wire* is from the first bucket's dispatch to the last one's arrival, *total* until
+    the new weights are live.
     """
     need("torch", "torch")
     from ..synchronizer.stages import BUCKET_BYTES
@@ -118,9 +119,10 @@ def pack(
     max_mib: Annotated[int, typer.Option(min=1, help="Bytes to pack, in MiB.")] = 1024,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """How fast one device packs tensors into a buffer and digests it, against copying that buffer.
+    """How fast one device packs tensors into a buffer and digests it.
 
-    The host's time to pack and to unpack is shown by the tensor; on CUDA it is apart from the device's.
+    Next to copying that buffer. The host's time to pack and to unpack is shown by the tensor; on CUDA it
+    is apart from the device's.
     """
     need("torch", "torch")
     from ..testing.refit_bench import MODELS, bench_pack, cut, model_metas

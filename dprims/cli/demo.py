@@ -42,8 +42,9 @@ def demo(
     ] = "local",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Train, refit, lose a shard in the middle of it, recover, take the shard back, and compare all weights.
+    """Refit real weights, lose a shard in the middle, and recover.
 
+    Train, refit, lose a shard in the middle of it, recover, take the shard back, and compare all weights.
     Exit status 0 only when every tensor of every shard equals the trainers'.
     """
     # this process and its ranks are the demo's own: torch's warnings of killed peers are no news in them

@@ -19,7 +19,9 @@ def doctor(
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit status 1 for warnings, too.")] = False,
 ) -> None:
-    """Look at Python, torch, NCCL, GPUs, the environment, names, addresses and a backend; say what is wrong.
+    """Say what is wrong with this machine or a backend.
+
+    Looks at Python, torch, NCCL, GPUs, the environment, names, addresses and a backend.
 
     Exit status 0 when nothing is, 1 for an error. Takes seconds, also when nothing answers. Sets nothing;
     of a backend it takes a lock of its own and gives it back. docs/doctor.md explains each line.

@@ -13,7 +13,7 @@ from ..backend import Backend, Owner, check_name, connect
 from ..lock import DistributedLock
 from ..record import owner_of
 from ._columns import columns, one_line
-from ._under_lock import run_under
+from ._under_lock import run_under, signals
 from ._urls import URL_HELP, Missing, backend_url, is_url, seen_by_others, url_and
 
 lock = typer.Typer(help="Run a command under a lock; list, show and break locks.", no_args_is_help=False)
@@ -46,10 +46,10 @@ def run(
         bool, typer.Option("--json", help="Print a line of JSON after what the command printed.")
     ] = False,
 ) -> None:
-    """Run COMMAND while holding the lock NAME, like flock; exit as it does, with 128+n for signal n.
+    """Run COMMAND while holding the lock NAME, like flock.
 
-    Options come before URL and NAME: all that follows NAME, with or without --, belongs to COMMAND. A
-    first argument without :// is the NAME.
+    Exits as COMMAND does, with 128+n for signal n. Options come before URL and NAME: all that follows
+    NAME, with or without --, belongs to COMMAND. A first argument without :// is the NAME.
 
     COMMAND finds the fencing token in DPRIMS_TOKEN. Signals are passed on to it. When the lock is lost,
     it is ended (SIGTERM, then SIGKILL) and the status is 75; when the lock is not had in time, 1.
@@ -57,7 +57,7 @@ def run(
     if no_wait and timeout is not None:
         raise typer.BadParameter("cannot be used with --timeout", param_hint="--no-wait")
     where, name, command = _words([word for word in (url, name) if word is not None] + (command or []))
-    with connect(seen_by_others(where)) as backend:
+    with signals() as inbox, connect(seen_by_others(where)) as backend:
         guarded = DistributedLock(
             name,
             backend,
@@ -66,7 +66,7 @@ def run(
             timeout=0 if no_wait else timeout,
             label=label or command[0],
         )
-        outcome = run_under(guarded, command, grace)
+        outcome = run_under(guarded, command, grace, inbox)
     if as_json:
         typer.echo(json.dumps(asdict(outcome)))
     raise typer.Exit(outcome.status)
@@ -130,10 +130,10 @@ def break_(
     namespace: Namespace = "dprims",
     as_json: AsJson = False,
 ) -> None:
-    """Take the lock NAME from its holder, as if that had died; the next waiter has it then.
+    """Take the lock NAME from its holder, as if that had died.
 
-    The holder learns so at its next heartbeat and may work on until then: only the token protects
-    the resource. Exit status 1 when the lock is not held, or not under that token.
+    The next waiter has it then. The holder learns so at its next heartbeat and may work on until then:
+    only the token protects the resource. Exit status 1 when the lock is not held, or not under that token.
     """
     where, name = url_and(url, name, "NAME")
     with connect(where) as backend:

@@ -24,7 +24,8 @@ def mesh(
     dp_shard: Annotated[
         int | None,
         typer.Option(
-            help="Data-parallel shards; without it what is left of --world-size.", show_default=False
+            help="Data-parallel shards; left out, inferred from --world-size, as by dp_shard=-1 in Python.",
+            show_default=False,
         ),
     ] = None,
     cp: Annotated[int, typer.Option(help="Context parallel ranks.")] = 1,
@@ -33,14 +34,12 @@ def mesh(
     etp: Annotated[int, typer.Option(help="Tensor parallel ranks of an expert: 1, or tp.")] = 1,
     order: Annotated[
         str | None,
-        typer.Option(
-            help="The axes, slowest first, by commas.", show_default="pp,dp_replicate,dp_shard,cp,tp"
-        ),
+        typer.Option(help="The axes, slowest first, by commas; default: pp,dp_replicate,dp_shard,cp,tp."),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Mark the groups of this rank.")] = None,
     group: Annotated[
         str | None,
-        typer.Option(help="Colour by this group name, and list its groups.", show_default="pp_cp_tp"),
+        typer.Option(help="List the groups of this name, and colour by it; default: colour by pp_cp_tp."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; with --group its groups alone.")
@@ -55,9 +54,10 @@ def mesh(
         ),
     ] = None,
 ) -> None:
-    """Show how the ranks of a job divide into pipeline, data, context, tensor and expert groups.
+    """Show the pipeline, data, context, tensor and expert groups.
 
-    Any one degree may be -1 and is then worked out. Needs no GPU, no torch and no job.
+    Any one degree may be -1 and is then worked out; dp_shard is, when it is left out. Needs no GPU, no
+    torch and no job.
     """
     degrees = {"pp": pp, "dp_replicate": dp_replicate, "cp": cp, "tp": tp, "ep": ep, "etp": etp}
     layout = _layout(world_size, dp_shard, degrees, order)
