@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,14 +13,14 @@ import torch
 from torch import Tensor
 
 from dprims.exceptions import HandshakeMismatch, RefitError
-from dprims.synchronizer.group import CommGroup, leader_store
+from dprims.synchronizer.group import CommGroup, join_store, leader_store
 from dprims.synchronizer.guard import Guard
 from dprims.synchronizer.interfaces import LendingSink, WeightSink, WeightSource
 from dprims.synchronizer.lanes import CpuLane
 from dprims.synchronizer.plan import Plan, TensorMeta
 from dprims.synchronizer.sinks import DictSink
 from dprims.synchronizer.sources import DictSource
-from dprims.synchronizer.transfer import lacks_memory, participate, send
+from dprims.synchronizer.transfer import TransferStats, lacks_memory, participate, receive, send
 from dprims.testing.transfer_rank import Outcome, TransferFleet, checksum, mixed_model
 
 LIMIT_S = 60.0
@@ -42,6 +44,55 @@ def group() -> Iterator[CommGroup]:
     group = CommGroup.build(store, "one", 0, 1, backend="gloo", device="cpu", timeout_s=10, op_timeout_s=10)
     yield group
     group.release()
+
+
+class Pair:
+    """Two ranks on two threads of this process, for sinks and sources that a test looks into."""
+
+    def __init__(self) -> None:
+        self._store, host, port = leader_store("localhost")
+        self._threads = ThreadPoolExecutor(2)
+        self._versions = count(1)
+        stores = [self._store, join_store(host, port)]
+        self.groups = list(self._threads.map(self._build, stores, range(2)))
+
+    @staticmethod
+    def _build(store: Any, rank: int) -> CommGroup:
+        return CommGroup.build(
+            store, "pair", rank, 2, backend="gloo", device="cpu", timeout_s=20, op_timeout_s=20
+        )
+
+    def refit(
+        self, source: Any, sink: Any, *, kv_scales: Mapping[str, float] | None = None, **settings: Any
+    ) -> TransferStats:
+        """One whole transfer, and its commit; what the receiver says of it."""
+        plan = Plan.build(
+            source.metadata(), kv_scales=kv_scales or (), **({"bucket_bytes": BUCKET} | settings)
+        )
+        version = next(self._versions)
+        sent = self._threads.submit(send, source, self.groups[0], plan, guard(), kv_scales=kv_scales)
+
+        def take() -> TransferStats:
+            sink.begin(version, plan.metas)
+            return receive(sink, self.groups[1], plan, guard())
+
+        received = self._threads.submit(take)
+        sent.result(LIMIT_S)
+        stats = received.result(LIMIT_S)
+        sink.commit(version)
+        return stats
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.release()
+        self._threads.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
 
 
 def guard() -> Guard:
@@ -235,6 +286,63 @@ def test_a_sink_that_holds_something_else_refuses(coming: list[TensorMeta], word
     sink = DictSink({"a": torch.zeros(4), "b": torch.zeros(2)})
     with pytest.raises(HandshakeMismatch, match=words):
         sink.begin(1, coming)
+
+
+LANES = pytest.mark.parametrize("direct_bytes", [1, BUCKET], ids=["direct", "packed"])
+IN_PLACE = pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
+
+
+@LANES
+@IN_PLACE
+@pytest.mark.parametrize("rows", [10, 1000], ids=["one bucket", "many"])
+def test_a_stage_with_a_tied_head_alone_receives_it(
+    pair: Pair, direct_bytes: int, in_place: bool, rows: int
+) -> None:
+    """A last pipeline stage holds the head and not the embedding, whose bytes are those that travel."""
+    weight = torch.randn(rows, 100)
+    live = {"norm": torch.zeros(3), "head": torch.zeros(rows, 100)}
+    source = DictSource({"embed": weight, "head": weight, "norm": torch.ones(3), "other": torch.ones(500)})
+    pair.refit(source, DictSink(live, in_place=in_place), direct_bytes=direct_bytes)
+    assert live["head"].equal(weight)
+    assert live["norm"].tolist() == [1.0] * 3
+    assert set(live) == {"norm", "head"}
+
+
+@LANES
+@IN_PLACE
+def test_every_name_of_a_shared_tensor_is_written(pair: Pair, direct_bytes: int, in_place: bool) -> None:
+    weight = torch.randn(1000, 10)
+    live = {name: torch.zeros(1000, 10) for name in ("c", "b")}
+    pair.refit(
+        DictSource({"a": weight, "b": weight, "c": weight}),
+        DictSink(live, in_place=in_place),
+        direct_bytes=direct_bytes,
+    )
+    assert live["b"].equal(weight)
+    assert live["c"].equal(weight)
+
+
+@IN_PLACE
+def test_so_many_scales_that_they_travel_direct_arrive(pair: Pair, in_place: bool) -> None:
+    scales = {f"layer.{i}.scale": i / 8 for i in range(1100)}
+    live = {"w": torch.zeros(3), **{name: torch.zeros(()) for name in scales}}
+    sink = DictSink(live, in_place=in_place)
+    pair.refit(DictSource({"w": torch.ones(3)}), sink, kv_scales=scales, bucket_bytes=4096)
+    assert {name: live[name].item() for name in scales} == scales
+
+
+@LANES
+def test_staging_is_announced_for_a_name_that_is_shared(pair: Pair, direct_bytes: int) -> None:
+    """As many bytes as the sink holds afterwards, whichever of the names it holds."""
+    weight, more = torch.randn(1024, 10), torch.ones(7)
+    source = DictSource({"a": weight, "b": weight, "c": weight, "more": more})
+    for names in (["a"], ["b"], ["b", "c"], ["a", "c"], []):
+        live = {name: torch.zeros(1024, 10) for name in names}
+        sink = DictSink(live)
+        plan = Plan.build(source.metadata(), bucket_bytes=BUCKET, direct_bytes=direct_bytes)
+        said = sink.staging_bytes(plan)
+        pair.refit(source, sink, direct_bytes=direct_bytes)
+        assert said == sum({tensor.data_ptr(): tensor.nbytes for tensor in live.values()}.values())
 
 
 def test_the_protocols_are_satisfied() -> None:

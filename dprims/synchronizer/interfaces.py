@@ -110,7 +110,10 @@ class LendingSink(WeightSink, Protocol):
         ...
 
     def lend_tensor(self, meta: TensorMeta) -> Tensor | None:
-        """Flat uint8 memory of `meta.nbytes` for a direct tensor whose bucket was not lent; or None."""
+        """Flat uint8 memory of `meta.nbytes` for a direct tensor whose bucket was not lent; or None.
+
+        `meta` has a name that the sink holds: where it is not the tensor's own, it is an alias's.
+        """
         ...
 
     def holds(self, name: str) -> bool:

@@ -8,6 +8,7 @@ mixture.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +84,18 @@ class _Sink:
         """See `LendingSink`."""
         if self.in_place:
             return 0
+        held_aliases = Counter(name for alias, name in plan.aliases if self.holds(alias))
         total = 0
         for bucket in plan.buckets:
-            held = [p for p in bucket.pieces if self.holds(plan.tensors[p.tensor].name)]
-            whole = bucket.whole and len(held) == len(bucket.pieces)
-            total += bucket.nbytes if whole else sum(p.stop - p.start for p in held)
+            names = [plan.tensors[piece.tensor].name for piece in bucket.pieces]
+            held = [self.holds(name) for name in names]
+            if bucket.whole and all(held):
+                total += bucket.nbytes
+                continue
+            for piece, name, itself in zip(bucket.pieces, names, held, strict=True):
+                copies = itself + held_aliases[name]
+                # a large one arrives in memory that all its names share, of others each name keeps a copy
+                total += (piece.stop - piece.start) * (min(1, copies) if bucket.lane == "direct" else copies)
         return total
 
     def lend_bucket(self, plan: Plan, bucket: Bucket) -> Tensor | None:

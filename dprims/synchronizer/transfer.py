@@ -14,6 +14,7 @@ When a transfer raises, its group is finished: over NCCL it was aborted, and not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -212,8 +213,11 @@ class _Unloading:
                 continue
             for piece in bucket.pieces if bucket.lane == "direct" else ():
                 meta = self._plan.tensors[piece.tensor]
-                if piece.start == 0 and sink.holds(meta.name):
-                    lent = sink.lend_tensor(meta)
+                if piece.start:
+                    continue
+                held = next(filter(sink.holds, (meta.name, *self._shared.get(meta.name, ()))), None)
+                if held is not None:
+                    lent = sink.lend_tensor(meta if held == meta.name else replace(meta, name=held))
                     if lent is not None:
                         self._tensors[piece.tensor] = self._sized(lent, meta.nbytes, str(meta))
         lent_bytes = sum(t.numel() for t in (*self._buckets.values(), *self._tensors.values()))
@@ -253,10 +257,16 @@ class _Unloading:
         """Memory for one piece of a large tensor: the sink's, or one that lives until the tensor is whole."""
         meta = self._plan.tensors[index]
         if index not in self._tensors:
-            if self._lender is not None and not self._lender.holds(meta.name):
+            if self._lender is not None and not any(map(self._lender.holds, self._written_as(meta))):
                 return self._fresh(stop - start)
             self._tensors[index] = self._fresh(meta.nbytes)
         return self._tensors[index][start:stop]
+
+    def _written_as(self, meta: TensorMeta) -> Sequence[str]:
+        """The names under which the sink is handed what arrives as *meta*, or parts of it."""
+        if meta.name == KV_SCALES:
+            return self._plan.kv_scales
+        return (meta.name, *self._shared.get(meta.name, ()))
 
     def _fresh(self, nbytes: int) -> Tensor:
         memory = self._loop.group.memory.take(nbytes)
