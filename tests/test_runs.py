@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from dprims.synchronizer.flights import BucketLayout
 from dprims.synchronizer.packing import dtype_of, pack
-from dprims.synchronizer.plan import Plan, TensorMeta
+from dprims.synchronizer.plan import Bucket, Plan, TensorMeta
 from dprims.synchronizer.sinks import DictSink
 
 DTYPES = ("uint8", "bfloat16", "float32", "float8_e4m3fn", "complex128", "int16")
@@ -91,23 +93,62 @@ class CountingSink(DictSink):
         super().write(name, tensor)
 
 
-def test_a_write_of_the_users_own_is_called_for_lent_tensors_too() -> None:
-    sink = CountingSink({"a": torch.zeros(2), "b": torch.zeros(3)})
-    metas = [TensorMeta("a", (2,), "float32"), TensorMeta("b", (3,), "float32")]
-    plan = Plan.build(metas, bucket_bytes=4096)
+def arrive(sink: DictSink, names: Sequence[str] = ("a", "b")) -> None:
+    """Tensors of sevens, all in one bucket that the sink lends, and their commit."""
+    plan = Plan.build([TensorMeta(name, (2,), "float32") for name in names], bucket_bytes=1 << 16)
     sink.begin(1, plan.metas)
-    for bucket in plan.buckets:
-        memory = sink.lend_bucket(plan, bucket)
-        assert memory is not None
-        memory.zero_()
-        tensors = BucketLayout.of(bucket, plan, None).on(memory)
-        for tensor in tensors.values():
-            tensor.fill_(7)
-        sink.write_lent(tensors)
+    [bucket] = plan.buckets
+    memory = sink.lend_bucket(plan, bucket)
+    assert memory is not None
+    tensors = BucketLayout.of(bucket, plan, None).on(memory)
+    for tensor in tensors.values():
+        tensor.fill_(7)
+    sink.write_lent(tensors)
     sink.commit(1)
+
+
+def test_a_write_of_the_users_own_is_called_for_lent_tensors_too() -> None:
+    sink = CountingSink({"a": torch.zeros(2), "b": torch.zeros(2)})
+    arrive(sink)
     assert sink.written == ["a", "b"]
-    assert sink.tensors["a"].tolist() == [7.0] * 2
-    assert sink.tensors["b"].tolist() == [7.0] * 3
+    assert [tensor.tolist() for tensor in sink.tensors.values()] == [[7.0] * 2] * 2
+
+
+def test_a_write_that_was_set_on_one_sink_is_called_for_lent_tensors_too() -> None:
+    sink = DictSink({"a": torch.zeros(2), "b": torch.zeros(2)})
+    written: list[str] = []
+    theirs = sink.write
+
+    def write(name: str, tensor: torch.Tensor) -> None:
+        written.append(name)
+        theirs(name, tensor)
+
+    sink.write = write  # type: ignore[method-assign]
+    arrive(sink)
+    assert written == ["a", "b"]
+    assert [tensor.tolist() for tensor in sink.tensors.values()] == [[7.0] * 2] * 2
+
+
+class GenerousSink(DictSink):
+    """A user's sink that lends a bucket always: in place, and with tensors that it does not hold."""
+
+    def lend_bucket(self, plan: Plan, bucket: Bucket) -> torch.Tensor:
+        return self._lend(bucket.nbytes)
+
+
+def test_what_was_lent_in_place_becomes_live() -> None:
+    live = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    places = {name: tensor.data_ptr() for name, tensor in live.items()}
+    arrive(GenerousSink(live, in_place=True))
+    assert [tensor.tolist() for tensor in live.values()] == [[7.0] * 2] * 2
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == places
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_was_lent_and_is_not_held_is_ignored(in_place: bool) -> None:
+    live = {"a": torch.zeros(2)}
+    arrive(GenerousSink(live, in_place=in_place))
+    assert {name: tensor.tolist() for name, tensor in live.items()} == {"a": [7.0] * 2}
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=24))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,8 +135,9 @@ class _Sink:
             self._adopt({name: tensor})
 
     def write_lent(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `LendingSink`. A subclass with a `write` of its own has it called for each."""
-        if type(self).write is not _Sink.write:
+        """See `LendingSink`. Who put a `write` of their own in its place has it called for each."""
+        own = self.write != MethodType(_Sink.write, self)
+        if own or self.in_place or not all(map(self.holds, tensors)):
             for name, tensor in tensors.items():
                 self.write(name, tensor)
             return
