@@ -18,7 +18,7 @@ from dprims.synchronizer.guard import Guard
 from dprims.synchronizer.interfaces import LendingSink, WeightSink, WeightSource
 from dprims.synchronizer.lanes import CpuLane
 from dprims.synchronizer.plan import Plan, TensorMeta
-from dprims.synchronizer.sinks import DictSink
+from dprims.synchronizer.sinks import DictSink, LoadWeightsSink
 from dprims.synchronizer.sources import DictSource
 from dprims.synchronizer.transfer import TransferStats, lacks_memory, participate, receive, send
 from dprims.testing.transfer_rank import Outcome, TransferFleet, checksum, mixed_model
@@ -320,6 +320,23 @@ def test_every_name_of_a_shared_tensor_is_written(pair: Pair, direct_bytes: int,
     )
     assert live["b"].equal(weight)
     assert live["c"].equal(weight)
+
+
+@LANES
+@IN_PLACE
+def test_an_engine_is_given_aliases_in_one_order_on_every_rank(
+    pair: Pair, direct_bytes: int, in_place: bool
+) -> None:
+    """What it does with each may be a collective; that of a set of names differs between processes."""
+    weights = {f"w{i}": torch.full((64,), float(i)) for i in range(12)}
+    tensors = weights | {f"alias of {name}": tensor for name, tensor in weights.items()}
+    seen: list[str] = []
+    sink = LoadWeightsSink(
+        lambda pairs: seen.extend(name for name, _ in pairs), device="cpu", in_place=in_place
+    )
+    pair.refit(DictSource(tensors), sink, direct_bytes=direct_bytes)
+    assert [name for name in seen if name in weights] == list(weights)
+    assert [name for name in seen if name not in weights] == [f"alias of {name}" for name in weights]
 
 
 @IN_PLACE

@@ -282,8 +282,10 @@ class _Unloading:
         else:
             for name, tensor in tensors.items():
                 self._sink.write(name, tensor)
-        for name in self._shared.keys() & tensors.keys():
-            self._write_shared(name, tensors[name])
+        if self._shared:
+            # in one order on every rank: what a sink does with a tensor may be a collective
+            for name, tensor in tensors.items():
+                self._write_shared(name, tensor)
         if scales is not None:
             self._write_scales(scales)
 
