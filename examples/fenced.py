@@ -10,6 +10,7 @@ resource has seen a larger token and refuses. No lock alone can prevent that.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import signal
@@ -76,4 +77,13 @@ def start(name: str, url: str) -> tuple[multiprocessing.Process, Connection]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "tcpstore://127.0.0.1:0?serve=1"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url", nargs="?", default="tcpstore://127.0.0.1:0?serve=1")
+    try:
+        sys.exit(main(parser.parse_args().url))
+    except dprims.BackendMisconfigured as error:
+        parser.error(str(error))
+    except dprims.BackendUnavailable as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")

@@ -11,6 +11,7 @@ The same file as a job of 8 processes, which builds the groups and broadcasts a 
 
 from __future__ import annotations
 
+import argparse
 import os
 
 from dprims import ParallelLayout
@@ -54,6 +55,9 @@ def in_a_job(layout: ParallelLayout) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     if "RANK" in os.environ:
         in_a_job(layout_for(int(os.environ["WORLD_SIZE"])))
     else:

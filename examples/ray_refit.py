@@ -60,9 +60,14 @@ class Sampler(RefitActor):
 
 def main() -> None:
     """Four steps, one killed shard."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--address", help="a Ray cluster's; without it Ray is started here")
-    ray.init(parser.parse_args().address, log_to_driver=False, logging_level="error")
+    try:
+        ray.init(parser.parse_args().address, log_to_driver=False, logging_level="error")
+    except ConnectionError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
 
     policy = RayPolicy(Trainer, options={"num_cpus": 0})
     samplers = [Sampler.remote() for _ in range(SHARDS)]

@@ -9,6 +9,8 @@ serves the old weights whole, and the next sync goes on without it. Then it is r
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 from dprims import RefitError
@@ -46,6 +48,9 @@ class Sampler(DictSink):
 
 def main() -> None:
     """Four steps, one killed shard."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     policy = LocalPolicy(Trainer, stages=STAGES)
     generation = LocalGeneration(Sampler, shard_sizes=(1, 1, 1), train_world_size=STAGES)
     sync = CollectiveWeightSynchronizer(policy, generation, refit_timeout_s=30.0)

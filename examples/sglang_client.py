@@ -349,10 +349,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--version", type=int, default=1)
     arguments = parser.parse_args()
-    source = SafetensorsSource(arguments.weights, device=arguments.device)
-    servers = [SglangServer(url, ranks=arguments.ranks) for url in arguments.server]
-    refit = SglangRefit(source, servers, device=arguments.device)
-    outcome = refit.refit(arguments.version)
+    try:
+        source = SafetensorsSource(arguments.weights, device=arguments.device)
+        servers = [SglangServer(url, ranks=arguments.ranks) for url in arguments.server]
+        refit = SglangRefit(source, servers, device=arguments.device)
+        outcome = refit.refit(arguments.version)
+    except RefitError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
     print(f"version {outcome.version}, {outcome.nbytes / 1e9:.2f} GB, {outcome.seconds:.2f} s")
     print(f"serving: {', '.join(outcome.serving)}")
     for url, why in outcome.lost.items():

@@ -2,29 +2,35 @@
 
     python examples/torchrun_refit.py
 
-starts the jobs itself, on a store that it serves: two trainers, a pipeline stage each, and two generation
-shards. torchrun ends all ranks of a job when one of them dies, and so does a shard: a job is a shard here.
-Shard 1 is killed while weights are on the wire. The trainers get an error that names it, shard 0 still serves
-the old weights, and training goes on. torchrun starts shard 1 anew, and the next refit takes it in again.
+starts the jobs itself, on a store that it serves unless DPRIMS_BACKEND names another one: two trainers, a
+pipeline stage each, and two generation shards. torchrun ends all ranks of a job when one of them dies, and so
+does a shard: a job is a shard here. Shard 1 is killed while weights are on the wire. The trainers get an
+error that names it, shard 0 still serves the old weights, and training goes on. torchrun starts shard 1 anew,
+and the next refit takes it in again. At the end each stage says the checksum of its weights, and each shard
+those of both stages.
 
-By hand, on any hosts, with any backend::
+By hand, on any hosts, with any backend, one job a shard::
 
     export DPRIMS_BACKEND=redis://h:6379/0
     torchrun --standalone --nproc-per-node 2 examples/torchrun_refit.py trainer
-    torchrun --standalone --nproc-per-node 2 examples/torchrun_refit.py generation
+    torchrun --standalone --nproc-per-node 1 --max-restarts 1 examples/torchrun_refit.py generation 0
+    torchrun --standalone --nproc-per-node 1 --max-restarts 1 examples/torchrun_refit.py generation 1
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import subprocess
 import sys
 import time
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: that a peer is gone is no news here
+
 import torch
 
-from dprims import DprimsError, connect
+from dprims import BackendError, DprimsError, connect
 from dprims.engines.spmd import SpmdReceiver, SpmdRefit
 from dprims.synchronizer import DictSink, DictSource
 from dprims.testing.faults import Fault, FaultInjector
@@ -70,8 +76,10 @@ def trainer(url: str) -> None:
         step, members = 0, ()
         while step < STEPS or len(members) < SHARDS:
             step += 1
+            if step == STEPS + 1:
+                say(rank, "training goes on until torchrun has started the lost shard anew")
             if step > STEPS:
-                time.sleep(0.5)  # what a step of a real model takes, while torchrun starts the shard anew
+                time.sleep(0.5)  # what a step of a real model takes
             noise = torch.Generator().manual_seed(100 * step + rank)
             for weight in weights.values():
                 weight += torch.randn(weight.shape, generator=noise)
@@ -81,13 +89,13 @@ def trainer(url: str) -> None:
             except DprimsError as error:
                 say(rank, f"step {step}: {type(error).__name__}: {error}")
                 report = refit.sync_weights()
-            if step <= STEPS or report.members != members:
-                say(rank, f"step {step}: version {report.version} on shards {report.members}")
+            say(rank, f"step {step}: version {report.version} on shards {report.members}")
             members = report.members
-        print(f"stage {rank} ends at version {report.version} with {checksum(weights)}", flush=True)
-        if rank == 0:
-            with connect(url) as backend:
+        with connect(url) as backend:
+            if rank == 0:
                 backend.write_once(END, b"1")
+            backend.wait(END, LIMIT_S)  # so that nobody speaks of the end before the last step
+        print(f"stage {rank} ends at version {report.version} with {checksum(weights)}", flush=True)
 
 
 def say(rank: int, text: str) -> None:
@@ -110,12 +118,11 @@ def generation(url: str, first_shard: int, doomed: bool) -> None:
         if doomed and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             # The first refit passes, a bucket 1 of each stage; in the second one this process dies.
             receiver.receiver.faults = FaultInjector([Fault(action="kill", bucket=1, skip=STAGES)])
-        version, versions = 0, 0
+        version = 0
         while backend.wait(END, 0.1) is None:
             if receiver.may_serve and receiver.version != version:  # asked for every request
-                version, versions = receiver.version, versions + 1
-                if versions <= STEPS:
-                    print(f"shard {shard} serves version {version}", flush=True)
+                version = receiver.version
+                print(f"shard {shard} serves version {version}", flush=True)
         held = [
             checksum({name: t for name, t in sink.tensors.items() if name.startswith(f"stage{stage}.")})
             for stage in range(STAGES)
@@ -125,24 +132,18 @@ def generation(url: str, first_shard: int, doomed: bool) -> None:
 
 def everything(url: str | None) -> int:
     """Serve a store unless there is a backend, run the jobs, and end them all."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
     with connect(url or "tcpstore://127.0.0.1:0?serve=1") as backend:
-        commands = [
-            ["trainer"],
-            *(["generation", str(shard), "doomed"[: 6 * shard]] for shard in range(SHARDS)),
-        ]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+        environment = {**os.environ, "DPRIMS_BACKEND": backend.url, "OMP_NUM_THREADS": "1"}
+
+        def start(ranks: int, *role: str) -> subprocess.Popen[bytes]:
+            command = [*torchrun, "--nproc-per-node", str(ranks), __file__, *role]
+            return subprocess.Popen(command, env=environment)
+
         jobs = [
-            subprocess.Popen(
-                [
-                    *torchrun,
-                    "--nproc-per-node",
-                    str(STAGES if command == ["trainer"] else 1),
-                    __file__,
-                    *command,
-                ],
-                env={**os.environ, "DPRIMS_BACKEND": backend.url, "OMP_NUM_THREADS": "1"},
-            )
-            for command in commands
+            start(STAGES, "trainer"),
+            start(1, "generation", "0"),
+            start(1, "generation", "1", "--doomed"),
         ]
         try:
             return max(abs(job.wait(LIMIT_S)) for job in jobs)
@@ -153,16 +154,34 @@ def everything(url: str | None) -> int:
                 job.wait(LIMIT_S)
 
 
-if __name__ == "__main__":
-    role, *rest = sys.argv[1:] or ["everything"]
+def main() -> int:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "role", nargs="?", choices=("everything", "trainer", "generation"), default="everything"
+    )
+    parser.add_argument("shard", nargs="?", type=int, default=0, help="of generation: the job's first shard")
+    parser.add_argument("--doomed", action="store_true", help="generation: die in the second refit")
+    arguments = parser.parse_args()
     url = os.environ.get("DPRIMS_BACKEND")
-    if role == "everything":
-        sys.exit(everything(url))
-    elif url is None:
-        sys.exit("DPRIMS_BACKEND has to name the backend that all jobs share")
-    elif role == "trainer":
-        trainer(url)
-    else:
-        generation(url, int((rest or ["0"])[0]), "doomed" in rest)
+    try:
+        if arguments.role == "everything":
+            return everything(url)
+        if url is None or "RANK" not in os.environ:
+            parser.error(
+                f"{arguments.role} is started by torchrun, with DPRIMS_BACKEND set to what all jobs share"
+            )
+        if arguments.role == "trainer":
+            trainer(url)
+        else:
+            generation(url, arguments.shard, arguments.doomed)
+    except BackendError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
     sys.stdout.flush()
     os._exit(0)  # a transfer that was cut may have left a thread in the wire
+
+
+if __name__ == "__main__":
+    sys.exit(main())

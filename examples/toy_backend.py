@@ -7,6 +7,7 @@ Run it, and it says which checks of the conformance suite it passes:
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import threading
 from collections.abc import Sequence
@@ -125,6 +126,9 @@ class TestToyBackend(BackendConformance):
 
 def main() -> None:
     """Run the suite."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     failed = failures(TestToyBackend)
     for name, error in failed.items():
         print(f"{name}: {error}")

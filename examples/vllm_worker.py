@@ -231,9 +231,12 @@ def main() -> None:
     parser.add_argument("--pause-mode", choices=PAUSE_MODES, default="wait")
     arguments = parser.parse_args()
     how = {name: str(value) for name, value in vars(arguments).items()}
-    answer = VllmServer(arguments.url).call(
-        "POST", "collective_rpc", body={"method": "dprims_join", "kwargs": how}
-    )
+    try:
+        answer = VllmServer(arguments.url).call(
+            "POST", "collective_rpc", body={"method": "dprims_join", "kwargs": how}
+        )
+    except RefitError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
     print("\n".join(answer["results"]))
 
 
