@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from dprims.synchronizer import packing
 from dprims.synchronizer.memory import Memory, free_bytes
 from dprims.synchronizer.packing import flat, pack
 from dprims.synchronizer.plan import ITEM_BYTES, Plan
@@ -53,6 +54,27 @@ def test_each_tensor_lies_at_its_offset_and_gaps_are_zero(align: int) -> None:
             assert torch.equal(buffer[place], flat(tensors[name])), name
             covered[place] = True
         assert not buffer[~covered].any()
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_long_gaps_are_zeros_and_cost_no_memory_that_stays(rows: int) -> None:
+    """A rank that lacks rows of a sharded tensor leaves gaps of any length."""
+    kept = kept_for_gaps()
+    for gap in (*range(16, 1040, 16), 1 << 20):
+        part = torch.full((rows, 64), 3.0)
+        after = torch.full((5,), 2, dtype=torch.int64)
+        offset = part.nbytes + gap
+        buffer = torch.full((offset + after.nbytes + gap,), 7, dtype=torch.uint8)
+        pack(buffer, [part, after], [0, offset])
+        assert buffer[: part.nbytes].equal(flat(part))
+        assert buffer[offset : offset + after.nbytes].equal(flat(after))
+        assert not buffer[part.nbytes : offset].any()
+        assert not buffer[offset + after.nbytes :].any()
+    assert kept_for_gaps() - kept < 16 << 10
+
+
+def kept_for_gaps() -> int:
+    return sum(pad.nbytes for pad in packing._PADS.values())
 
 
 def test_nothing_is_packed_for_an_empty_bucket() -> None:

@@ -142,8 +142,14 @@ def _pack_singly(
         if not run:
             start = offset
         run.append(words)
-        if offset + nbytes < end:
-            run.append(_zeros(words.dtype, buffer.device, (end - offset - nbytes) // words.element_size()))
+        gap = end - offset - nbytes
+        if gap >= _LONG_GAP:
+            position = end - gap
+            flush()
+            buffer[position:end].zero_()
+            continue
+        if gap:
+            run.append(_zeros(words.dtype, buffer.device, gap // words.element_size()))
         position = end
     flush()
 
@@ -164,10 +170,12 @@ _CAT_DTYPES = frozenset(
 )
 _DTYPES: dict[str, torch.dtype] = {}
 _PADS: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
+_LONG_GAP = 256
+"""Bytes from which on a gap is none that an alignment leaves, and is zeroed where it is."""
 
 
 def _zeros(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
-    """Zeros to fill a gap with: there are not more lengths than an alignment has elements."""
+    """Zeros to fill a short gap with, kept: there are not more lengths than it has elements."""
     pad = _PADS.get((dtype, device, count))
     if pad is None:
         pad = _PADS[dtype, device, count] = torch.zeros(count, dtype=dtype, device=device)
