@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +81,154 @@ def test_a_frozen_process_keeps_its_calls_open_and_blocks_nobody(worker: WorkerP
     worker.signal(signal.SIGCONT)
     with pytest.raises(TypeError):
         futures[-1].result(LIMIT_S)
+
+
+class Unreadable:
+    """What pickles everywhere, and raises *error* where it is unpickled in the process *pid*."""
+
+    def __init__(self, pid: int, error: BaseException) -> None:
+        self.where = (pid, error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, self.where
+
+
+def _refuse(pid: int, error: BaseException) -> Unreadable:
+    if os.getpid() == pid:
+        raise error
+    return Unreadable(pid, error)
+
+
+class Toy:
+    """Methods that go wrong, and one that leaves a process behind."""
+
+    def ping(self) -> int:
+        return os.getpid()
+
+    def give(self, what: Any) -> Any:
+        return what
+
+    def cancelled(self) -> Future[None]:
+        future: Future[None] = Future()
+        future.cancel()
+        return future
+
+    def fork(self) -> int:
+        pid = os.fork()
+        while pid == 0:  # what holds the pipe must not run anything else
+            signal.pause()
+        return pid
+
+
+def _loss_of(process: WorkerProcess) -> str:
+    """What the calls of a process that is dying fail with."""
+    until(lambda: not process.alive, "its end")
+    error = process.call("ping").exception(LIMIT_S)
+    assert isinstance(error, PeerLost)
+    return str(error)
+
+
+@pytest.fixture
+def toy() -> Iterator[WorkerProcess]:
+    process = WorkerProcess("toy", Toy)
+    try:
+        process.ready.result(LIMIT_S)
+        yield process
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no way"), EOFError("no way"), ValueError("no way"), SystemExit(3)]
+)
+def test_what_cannot_be_read_costs_its_own_call_only(toy: WorkerProcess, error: BaseException) -> None:
+    with pytest.raises(DprimsError, match=rf"toy \(pid {toy.pid}\) sent a reply .*{type(error).__name__}"):
+        toy.call("give", Unreadable(os.getpid(), error)).result(LIMIT_S)
+    with pytest.raises(type(error)):
+        toy.call("give", Unreadable(toy.pid, error)).result(LIMIT_S)
+    assert toy.call("ping").result(LIMIT_S) == toy.pid
+
+
+def test_a_future_that_was_cancelled_in_the_process_does_not_stay_open(toy: WorkerProcess) -> None:
+    with pytest.raises(CancelledError):
+        toy.call("cancelled").result(LIMIT_S)
+
+
+def test_a_callback_that_fails_keeps_no_call_open(toy: WorkerProcess) -> None:
+    toy.signal(signal.SIGSTOP)
+    first, second = toy.call("ping"), toy.call("ping")
+    first.add_done_callback(lambda _: sys.exit("a callback"))
+    toy.kill()
+    with pytest.raises(PeerLost):
+        second.result(LIMIT_S)
+
+
+def test_a_death_by_a_signal_without_a_name_is_said(worker: WorkerProcess) -> None:
+    number = signal.SIGRTMIN + 3
+    worker.signal(number)
+    assert f"was ended by signal {number}" in _loss_of(worker)
+
+
+@pytest.fixture
+def holder(toy: WorkerProcess) -> Iterator[int]:
+    """A process that *toy* forked, and that holds its pipe."""
+    pid = toy.call("fork").result(LIMIT_S)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", ["kill", "close", "from outside"])
+def test_a_dead_process_is_lost_though_what_it_forked_holds_its_pipe(
+    toy: WorkerProcess, holder: int, end: str
+) -> None:
+    toy.signal(signal.SIGSTOP)
+    opened = [toy.call("give", bytes(1 << 20)) for _ in range(4)]  # more than a pipe holds
+    if end == "kill":
+        toy.kill()
+    elif end == "close":
+        toy.close(timeout=0.1)
+    else:
+        os.kill(toy.pid, signal.SIGKILL)
+    for future in opened:
+        with pytest.raises(PeerLost, match="was ended by SIGKILL"):
+            future.result(LIMIT_S)
+    assert not toy.alive
+    assert isinstance(toy.call("ping").exception(0), PeerLost)
+    until(lambda: toy._pipe.closed, "the pipe to be let go of")
+    until(
+        lambda: not any(thread.name == "dprims-toy" for thread in threading.enumerate()), "its threads to end"
+    )
+    assert _runs(holder)
+
+
+def test_calls_after_a_kill_fail_at_once(toy: WorkerProcess) -> None:
+    toy.kill()
+    assert isinstance(toy.call("ping").exception(0), PeerLost)
+
+
+def test_how_it_ended_is_known_however_many_ask_for_it() -> None:
+    """The fork server says it once, and multiprocessing asks for all processes when one is started."""
+    for _ in range(10):
+        toy = WorkerProcess("toy", Toy)
+        over = threading.Event()
+
+        def ask(toy: WorkerProcess = toy, over: threading.Event = over) -> None:
+            while not over.is_set():
+                multiprocessing.active_children()
+            toy.kill()
+
+        askers = [threading.Thread(target=ask) for _ in range(4)]
+        try:
+            toy.ready.result(LIMIT_S)
+            for asker in askers:
+                asker.start()
+            toy.signal(signal.SIGKILL)
+            assert "was ended by SIGKILL" in _loss_of(toy)
+        finally:
+            over.set()
+            toy.kill()
+        for asker in askers:
+            asker.join(LIMIT_S)
 
 
 def test_closing_ends_a_frozen_process_too() -> None:

@@ -1,8 +1,8 @@
 """One worker process: an object that lives in it, and calls that return futures.
 
-Death is a fact, not a timeout: when the process ends, its pipe closes, and every call that is open
-fails with :class:`~dprims.exceptions.PeerLost` at once. A process that is only frozen keeps its calls
-open; deadlines are the caller's business.
+Death is a fact, not a timeout: when the process ends, or its pipe does, every call that is open
+fails with :class:`~dprims.exceptions.PeerLost` at once, also where a process that it forked still holds
+the pipe. A process that is only frozen keeps its calls open; deadlines are the caller's business.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from ..exceptions import DprimsError, PeerLost
@@ -31,6 +33,25 @@ _PRELOAD = ("torch", "dprims.synchronizer.workers", "redis")
 """What the fork server imports once for all ranks; what is not installed is passed over."""
 _END: Any = object()
 _PR_SET_PDEATHSIG = 1
+
+
+class _Popen(popen_forkserver.Popen):
+    """Polled by one thread at a time: the fork server says once how a process ended.
+
+    multiprocessing polls as well, on whatever thread starts a process.
+    """
+
+    def __init__(self, process: Any) -> None:
+        self._polling = threading.Lock()
+        super().__init__(process)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        with self._polling:
+            return super().poll(flag)
+
+
+class _Process(ForkServerProcess):
+    _Popen = staticmethod(_Popen)  # type: ignore[assignment]
 
 
 class WorkerProcess:
@@ -47,16 +68,15 @@ class WorkerProcess:
         context.set_forkserver_preload(list(_PRELOAD))
         ours, theirs = context.Pipe()
         self.name = name
-        process = context.Process(target=_serve, args=(theirs, factory, tuple(args)), name=name, daemon=True)
+        process = _Process(target=_serve, args=(theirs, factory, tuple(args)), name=name, daemon=True)
         process.start()
         theirs.close()  # so that the pipe ends when the process does
-        self._process: Any = process
         self._pid = process.pid or 0
         self._pipe: Connection = ours
         self._open: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._next = 0
-        self._exitcode: int | None = None
+        self._ended = threading.Event()
         self._lost: PeerLost | None = None
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ready: Future[Any] = self._future(0)
@@ -65,6 +85,7 @@ class WorkerProcess:
         self._sender = threading.Thread(target=self._send, name=f"dprims-{name}", daemon=True)
         self._sender.start()
         threading.Thread(target=self._receive, name=f"dprims-{name}", daemon=True).start()
+        threading.Thread(target=self._watch, args=(process,), name=f"dprims-{name}", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -74,8 +95,7 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         """Whether the process exists; a frozen one does."""
-        process = self._process
-        return self._lost is None and process is not None and bool(process.is_alive())
+        return self._lost is None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call *method* in the process, after the calls made before; the future has its result."""
@@ -92,8 +112,10 @@ class WorkerProcess:
             self._next += 1
             number = self._next
         future = self._future(number)
+        if future.done():  # it is lost, and nobody would take the message
+            return future
         try:
-            self._outbox.put(pickle.dumps((number, beside, method, args, kwargs)))
+            self._outbox.put((number, pickle.dumps((beside, method, args, kwargs))))
         except Exception as error:  # noqa: BLE001 - whatever cannot be pickled is the caller's to see
             self._settle(number, error)
         return future
@@ -112,79 +134,108 @@ class WorkerProcess:
             future = self._open.pop(number, None)
         if future is None:
             return
-        with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
+        try:
             if isinstance(outcome, BaseException):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
+        except InvalidStateError:  # the caller has cancelled it
+            pass
+        except BaseException:  # what a callback raises must not keep the other calls open
+            log.exception("%s: a callback of call %d failed", self.name, number)
 
     def _send(self) -> None:
         while (message := self._outbox.get()) is not _END:
             try:
-                self._pipe.send_bytes(message)
+                _write(self._pipe, *message)
             except (OSError, ValueError):
                 return
 
     def _receive(self) -> None:
         while True:
             try:
-                number, outcome = pickle.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError):
+                number, message = _read(self._pipe)
+            except Exception:  # noqa: BLE001 - there is nothing more to be read, whatever the reason
                 break
-            except Exception as error:  # noqa: BLE001 - one reply is lost, the others are not
-                log.warning("%s: a reply could not be read: %r", self.name, error)
-                continue
+            try:
+                outcome = pickle.loads(message)[1]
+            except BaseException as error:  # noqa: BLE001 - unpickling runs code of any kind
+                outcome = DprimsError(f"{self._who} sent a reply that could not be read: {error!r}")
+                outcome.__cause__ = error
             self._settle(number, outcome)
-        # the pipe is closed: it is on its way out
-        lost = PeerLost(f"{self.name} (pid {self.pid}) {_how_it_ended(self._join(1.0))}")
+        self._ended.wait(1.0)  # it is on its way out
+        lost = self._lose("closed its pipe")
         with self._lock:
-            self._lost = lost
             numbers = list(self._open)
         for number in numbers:
             self._settle(number, lost)
         self._outbox.put(_END)
         self._sender.join()
-        self._pipe.close()  # not before nobody writes to it: the number of its descriptor is given away again
+        with self._lock:  # not while somebody uses the number of its descriptor, which is given away again
+            self._pipe.close()
 
-    def _join(self, timeout: float) -> int | None:
-        """Wait for the process to end, let go of its descriptors, and return its exit code."""
-        process = self._process
-        if process is not None:
-            process.join(timeout)
-            self._exitcode = process.exitcode
-            if self._exitcode is not None:
-                self._process = None
-        return self._exitcode
+    def _watch(self, process: _Process) -> None:
+        """Wait for the process to end, and end its pipe, which processes that it forked may still hold."""
+        wait([process.sentinel])
+        process.join()
+        self._lose(_how_it_ended(process.exitcode or 0))
+        self._ended.set()
+
+    def _lose(self, how: str) -> PeerLost:
+        """Let all later calls fail, and the threads come to the end of the pipe; what it holds is read."""
+        with self._lock:
+            if self._lost is None:
+                self._lost = PeerLost(f"{self._who} {how}")
+            with contextlib.suppress(OSError):  # it has been closed
+                end = socket.socket(fileno=self._pipe.fileno())
+                try:
+                    end.shutdown(socket.SHUT_RDWR)
+                finally:
+                    end.detach()
+            return self._lost
+
+    @property
+    def _who(self) -> str:
+        return f"{self.name} (pid {self.pid})"
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is still there."""
-        process = self._process
         with contextlib.suppress(ProcessLookupError):
-            if process is not None and process.is_alive():
+            if not self._ended.is_set():
                 os.kill(self.pid, number)
 
     def close(self, timeout: float = 5.0) -> None:
         """Ask the process to leave, and end it when it has not within *timeout* seconds. Idempotent."""
-        self._outbox.put(pickle.dumps(None))
-        self._join(timeout)
+        self._outbox.put((0, b""))
+        self._ended.wait(timeout)
         self.kill()
 
     def kill(self) -> None:
-        """End the process now, frozen or not, and wait until it is gone."""
+        """End the process now, frozen or not, and wait until it is gone; what it forked is left alone."""
         self.signal(signal.SIGKILL)
-        self._join(10.0)
-        self._outbox.put(_END)
+        self._ended.wait(10.0)
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.name} pid {self.pid} {'alive' if self.alive else 'gone'}>"
 
 
-def _how_it_ended(code: int | None) -> str:
-    if code is None:
-        return "closed its pipe"
-    if code < 0:
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
         return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with status {code}"
+    except ValueError:  # most of the real-time signals have no name
+        return f"was ended by signal {-code}"
+
+
+def _write(pipe: Connection, number: int, message: bytes) -> None:
+    """Send the *message* for a call; its number goes apart, to be known though the rest is unreadable."""
+    pipe.send_bytes(number.to_bytes(8, "big"))
+    pipe.send_bytes(message)
+
+
+def _read(pipe: Connection) -> tuple[int, bytes]:
+    return int.from_bytes(pipe.recv_bytes(), "big"), pipe.recv_bytes()
 
 
 # -- inside the process -------------------------------------------------------------------------------
@@ -198,7 +249,7 @@ def _serve(pipe: Connection, factory: Callable[..., Any], args: tuple[Any, ...])
     def reply(number: int, outcome: Any) -> None:
         message = _portable(number, outcome)
         with replies, contextlib.suppress(OSError):
-            pipe.send_bytes(message)
+            _write(pipe, number, message)
 
     def answer(number: int, call: Callable[[], Any]) -> None:
         try:
@@ -206,7 +257,7 @@ def _serve(pipe: Connection, factory: Callable[..., Any], args: tuple[Any, ...])
         except BaseException as error:  # noqa: BLE001 - whatever a call raises is its caller's to see
             outcome = error
         if isinstance(outcome, Future):
-            outcome.add_done_callback(lambda done: reply(number, done.exception() or done.result()))
+            outcome.add_done_callback(lambda done: answer(number, done.result))
         else:
             reply(number, outcome)
 
@@ -220,16 +271,20 @@ def _serve(pipe: Connection, factory: Callable[..., Any], args: tuple[Any, ...])
     threading.Thread(target=lambda: _drain(calls, answer), name="dprims-calls", daemon=True).start()
     while True:
         try:
-            message = pickle.loads(pipe.recv_bytes())
+            number, message = _read(pipe)
         except (EOFError, OSError):  # whoever started us is gone
             _leave(0)
-        if message is None:
+        if not message:
             close = getattr(worker, "close", None)
             if close is not None:
                 with contextlib.suppress(Exception):
                     close()
             _leave(0)
-        number, beside, method, arguments, keywords = message
+        try:
+            beside, method, arguments, keywords = pickle.loads(message)
+        except BaseException as error:  # noqa: BLE001 - unpickling runs code of any kind
+            reply(number, error)
+            continue
 
         def call(method: str = method, arguments: Any = arguments, keywords: Any = keywords) -> Any:
             return getattr(worker, method)(*arguments, **keywords)
