@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 INK, SOFT, ALARM = "#1f5a96", "#a9c4de", "#c0392b"
+MARKERS = "ox^sDv"
+"""One for each shard that was left behind, again and again."""
 
 
 def draw(rows: Sequence[Any], shards: int, path: Path) -> None:
@@ -19,23 +21,26 @@ def draw(rows: Sequence[Any], shards: int, path: Path) -> None:
 
     steps = [row.step for row in rows]
     figure, (top, age, time, lanes) = plt.subplots(
-        4, 1, figsize=(9, 8), sharex=True, height_ratios=(5, 2.2, 2.2, 1.8), layout="constrained"
+        4, 1, figsize=(10, 8), sharex=True, height_ratios=(5, 2.2, 2.2, 1.8), layout="constrained"
     )
     top.plot(steps, [row.reward for row in rows], ".", color=SOFT, markersize=5, label="one step")
     top.plot(steps, _running([row.reward for row in rows]), color=INK, label="mean of 9 steps")
     top.plot(steps, _running([row.exact for row in rows]), color=INK, ls=":", label="whole word right")
     top.set(ylabel="reward", ylim=(0, 1.02))
-    top.legend(loc="lower right", frameon=False)
+    beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False, "fontsize": 8}
+    top.legend(**beside)  # inside it would cover a curve, of one run or another
     top.set_title("Learning to write words backwards while shards die", loc="left", pad=30)
 
-    age.step(steps, [row.lag for row in rows], where="mid", color=INK, label="oldest sample of the step")
+    age.step(steps, [row.lag for row in rows], where="mid", color=INK, label="oldest sample\nof the step")
     for shard in range(shards):
         behind = _behind(rows, shard)
         if any(behind):
             shown = [lag or float("nan") for lag in behind]
-            age.plot(steps, shown, ".", color=ALARM, markersize=4, label=f"what shard {shard} served last")
+            marker = MARKERS[shard % len(MARKERS)]
+            label = f"what shard {shard}\nserved last"
+            age.plot(steps, shown, marker, color=ALARM, mfc="none", markersize=3.5, label=label)
     age.set(ylabel="versions\nbehind", ylim=(-0.8, None))
-    age.legend(loc="upper left", frameon=False, fontsize=8)
+    age.legend(**beside)
 
     time.semilogy(steps, [row.refit_s for row in rows], color=INK)
     time.set(ylabel="refit,\nseconds")
