@@ -303,6 +303,67 @@ def test_a_module_that_lacks_what_is_sent_says_so() -> None:
         )
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"small": torch.zeros(2, 5)}, r"holds 'small' float32\[2, 5\], and 'small' float32\[5\] is sent"),
+        ({"small": torch.zeros(5).half()}, r"holds 'small' float16\[5\], and 'small' float32\[5\] is sent"),
+        ({"new": torch.zeros(2)}, r"holds 'new' float32\[2\], which is not sent"),
+    ],
+)
+def test_what_changed_in_a_dict_between_two_refits_is_noticed(
+    in_place: bool, change: dict[str, Tensor], words: str
+) -> None:
+    live = copies(new_weights(0))
+    sink = DictSink(live, in_place=in_place)
+    source = DictSource(new_weights(1))
+    metas = deliver(source, sink, 1).metas
+    live |= change
+    for _ in range(2):
+        with pytest.raises(HandshakeMismatch, match=words):
+            sink.begin(2, metas)
+    live |= copies({"small": new_weights(0)["small"]})
+    live.pop("new", None)
+    deliver(source, sink, 2)
+    assert same(live, new_weights(1))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_module_whose_parameters_were_replaced_receives_into_those_it_has(in_place: bool) -> None:
+    model, other = Model(1), Model(2)
+    sink = ModuleSink(other, in_place=in_place)
+    deliver(ModuleSource(model), sink, 1)
+    other.body.weight.data = torch.zeros(6, 6)
+    other.body.bias = nn.Parameter(torch.zeros(6))
+    deliver(ModuleSource(Model(3)), sink, 2)
+    assert same(other.state_dict(), Model(3).state_dict())
+    other.body.weight.data = torch.zeros(7, 6)
+    with pytest.raises(HandshakeMismatch, match=r"'body.weight' float32\[7, 6\], and 'body.weight' .*6, 6"):
+        deliver(ModuleSource(model), sink, 3)
+
+
+def test_a_module_that_came_to_a_device_after_its_sink_receives_there() -> None:
+    with torch.device("meta"):
+        other = Model(2)
+    sink = ModuleSink(other)
+    deliver(ModuleSource(other.to_empty(device="cpu")), sink, 1)
+    other.head.weight = other.embed.weight
+    deliver(ModuleSource(Model(3)), sink, 2)
+    assert same(other.state_dict(), Model(3).state_dict())
+
+
+def test_staging_follows_what_is_live_to_its_device() -> None:
+    live = {"a": torch.zeros(2, device="meta")}
+    sink = DictSink(live)
+    meta = TensorMeta("a", (2,), "float32")
+    for device in ("meta", "cpu"):
+        live["a"] = torch.zeros(2, device=device)
+        memory = sink.lend_tensor(meta)
+        assert memory is not None
+        assert memory.device.type == device
+
+
 def test_shards_are_gathered_while_they_are_sent() -> None:
     """Two trainers hold halves, the first sends, the third rank receives whole tensors."""
     sent, gathered, received = run_ranks(3, sharded, timeout=90.0)

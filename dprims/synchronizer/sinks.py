@@ -20,6 +20,7 @@ from ..exceptions import HandshakeMismatch, RefitError
 from .memory import Memory
 from .packing import flat
 from .plan import Bucket, Plan, TensorMeta
+from .sources import state_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -45,7 +46,7 @@ class _Sink:
         self._staged: dict[str, Tensor] = {}
         self._lent: list[int] = []
         self._coming: int | None = None
-        self._compared: tuple[TensorMeta, ...] = ()
+        self._compared: tuple[tuple[TensorMeta, ...], dict[str, tuple[torch.Size, torch.dtype]]] = (), {}
         self.torn = False
 
     def _live(self) -> Mapping[str, Tensor]:
@@ -63,11 +64,11 @@ class _Sink:
 
         Raises HandshakeMismatch, which names the first tensor that does not.
         """
-        # once is enough: with many tensors comparing takes longer than sending
-        coming = tuple(metas)
-        if coming is not self._compared and coming != self._compared:
-            self._compare(coming)
-            self._compared = coming
+        # with many tensors comparing takes longer than sending: once is enough, until one of both changes
+        both = tuple(metas), {name: (tensor.shape, tensor.dtype) for name, tensor in self._live().items()}
+        if both != self._compared:
+            self._compare(both[0])
+            self._compared = both
         self._forget()
         self._coming = version
 
@@ -175,8 +176,9 @@ class _Sink:
         self._coming = None
 
     def _lend(self, nbytes: int) -> Tensor:
-        if self._memory is None:
-            self._memory = Memory(self._where())
+        where = self._where()
+        if self._memory is None or self._memory.device != where:
+            self._memory = Memory(where)
         memory = self._memory.take(nbytes)
         self._note_lent(memory)
         return memory
@@ -225,7 +227,8 @@ class ModuleSink(_Sink):
     it.
 
     Args:
-        module: an entry of its state dict is received when `names` gives it a name.
+        module: an entry of its state dict, which is read anew at each refit, is received when `names` gives
+            it a name.
         names: state-dict key -> the name that it travels under, or None when it does not come; by default
             as is.
         in_place: write into the parameters while they arrive; saves the staging.
@@ -235,12 +238,14 @@ class ModuleSink(_Sink):
         self, module: Module, *, names: Callable[[str], str | None] | None = None, in_place: bool = False
     ) -> None:
         super().__init__(in_place=in_place, device=None)
-        entries: dict[str, Tensor] = {}
-        for key, value in module.state_dict(keep_vars=True).items():
-            name = names(key) if names is not None else key
-            if name is not None and isinstance(value, Tensor):
-                entries[name] = value.detach()
-        self._entries = entries
+        self._module = module
+        self._names = names
+        self._entries = state_of(module, names)
+
+    def begin(self, version: int, metas: Sequence[TensorMeta]) -> None:
+        """See `WeightSink`. What has replaced a parameter since the last refit is received from now on."""
+        self._entries = state_of(self._module, self._names)
+        super().begin(version, metas)
 
     def _live(self) -> Mapping[str, Tensor]:
         return self._entries

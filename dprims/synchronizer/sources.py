@@ -21,7 +21,7 @@ from .plan import Plan, TensorMeta
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["DictSource", "ModuleSource", "SafetensorsSource", "in_plan_order"]
+__all__ = ["DictSource", "ModuleSource", "SafetensorsSource", "in_plan_order", "state_of"]
 
 
 class DictSource:
@@ -107,12 +107,7 @@ class ModuleSource:
         return tensor.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
 
     def _entries(self) -> dict[str, Tensor]:
-        entries = {}
-        for key, value in self._module.state_dict(keep_vars=True).items():
-            name = self._names(key) if self._names is not None else key
-            if name is not None and isinstance(value, Tensor):
-                entries[name] = value
-        return entries
+        return state_of(self._module, self._names)
 
 
 class SafetensorsSource:
@@ -172,6 +167,16 @@ _SAFETENSORS = {
     "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64":
     "complex64",
 }  # fmt: skip
+
+
+def state_of(module: Module, names: Callable[[str], str | None] | None) -> dict[str, Tensor]:
+    """The tensors of a module's state dict themselves, under the names that `names` gives them."""
+    entries = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        name = names(key) if names is not None else key
+        if name is not None and isinstance(value, Tensor):
+            entries[name] = value
+    return entries
 
 
 def in_plan_order(
