@@ -196,6 +196,55 @@ def test_a_signal_while_waiting_leaves_the_queue(
             assert lock.waiters() == []
 
 
+@pytest.mark.parametrize("server", ["redis_server", "etcd_server"])
+def test_two_signals_at_once_end_the_wait_and_leave_the_queue(
+    request: pytest.FixtureRequest, server: str, name: str
+) -> None:
+    """The second one strikes while the first one's withdrawal is on its way."""
+    url = request.getfixturevalue(server).url
+    with dprims.connect(url) as backend:
+        lock = dprims.DistributedLock(name, backend)
+        for gap in (0.0, 0.0005, 0.002):
+            with lock, Started(*DPRIMS, "lock", "run", url, name, "--", "echo", "ran") as run:
+                until(lock.waiters)
+                run.process.send_signal(signal.SIGTERM)
+                time.sleep(gap)
+                run.process.send_signal(signal.SIGTERM)
+                status, out, _ = run.end()
+                # the second may also strike when all is over, and then ends what is left of the process
+                assert status in (143, -signal.SIGTERM)
+                assert out == ""
+                assert lock.waiters() == []
+
+
+def test_two_signals_at_once_end_the_command_and_free_the_lock(
+    redis_server: RedisServer, backend: dprims.Backend, name: str
+) -> None:
+    lock = dprims.DistributedLock(name, backend)
+    for gap in (0.0, 0.0005, 0.001, 0.002, 0.003):
+        with holding(redis_server.url, name, "exec sleep 1000", "--ttl", "60") as run:
+            run.process.send_signal(signal.SIGTERM)
+            time.sleep(gap)
+            run.process.send_signal(signal.SIGTERM)
+            assert run.end()[0] in (143, -signal.SIGTERM)
+            assert lock.owner() is None
+
+
+def test_a_signal_ends_the_wait_though_the_server_gives_no_answer(
+    private_redis: RedisServer, name: str
+) -> None:
+    with dprims.connect(private_redis.url) as backend:
+        lock = dprims.DistributedLock(name, backend, ttl=60.0)
+        with lock, Started(*DPRIMS, "lock", "run", private_redis.url, name, "--", "echo", "ran") as run:
+            until(lock.waiters)
+            private_redis.freeze()
+            run.process.send_signal(signal.SIGTERM)
+            try:
+                assert run.end()[:2] == (143, "")
+            finally:
+                private_redis.thaw()
+
+
 def test_a_lost_lock_ends_the_command_and_what_it_started(
     redis_server: RedisServer, backend: dprims.Backend, name: str
 ) -> None:

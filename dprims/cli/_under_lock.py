@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -17,20 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, TypeAlias
 
 import typer
 
-from ..exceptions import BackendError, LockLost
-from ..lock import DistributedLock, Grant
+from ..exceptions import BackendError, DprimsError, LockLost, LockTimeout
+from ..lock import DistributedLock, Grant, _Attempt
 
 STATUS_LOST = 75
 """``EX_TEMPFAIL`` of sysexits.h: trying again is sensible."""
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
-_PASSED_ON = (*_ENDING, *_FROM_TERMINAL, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, *_FROM_TERMINAL, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -43,38 +42,81 @@ class Outcome:
     lost: bool
 
 
-def run_under(lock: DistributedLock, command: Sequence[str], grace: float) -> Outcome:
+Inbox: TypeAlias = "queue.SimpleQueue[int | Grant | BaseException | None]"
+"""What the main thread waits for: the number of a signal, what an acquire came to, the end of the command.
+
+Signal handlers only put numbers here, which is safe at any moment (``SimpleQueue.put`` is reentrant). One
+that raised could strike in the middle of a call to the backend, and leave a lock or a place in its queue.
+"""
+
+
+@contextmanager
+def signals() -> Iterator[Inbox]:
+    """Have signals that would end this process come into an inbox, but for those that are ignored (nohup)."""
+    inbox: Inbox = queue.SimpleQueue()
+    before = {number: signal.getsignal(number) for number in _PASSED_ON}
+    for number, old in before.items():
+        if old != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: inbox.put(number))
+    try:
+        yield inbox
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def run_under(lock: DistributedLock, command: Sequence[str], grace: float, inbox: Inbox) -> Outcome:
     """Acquire *lock*, run *command*, release. Raises LockTimeout when the lock is not had in time."""
     logging.getLogger("dprims").addHandler(logging.NullHandler())  # what matters is said here, once
     lost = threading.Event()
     lock.on_lost = lambda _: lost.set()
-    with _signals(_ENDING, _stop):
-        grant = lock._enter_aside()
-        try:
-            status = _run(command, grant, lost, grace)
-        finally:
-            if _was_lost(grant):
-                lost.set()
+    grant = _acquire(lock, inbox)
+    try:
+        status = _run(command, grant, lost, grace, inbox)
+    finally:
+        if _was_lost(grant):
+            lost.set()
     if lost.is_set():
         _say(f"lock {lock.name!r} (token {grant.token}) was lost; the command was ended")
         status = STATUS_LOST
     return Outcome(lock.name, grant.token, status, lost.is_set())
 
 
-def _run(command: Sequence[str], grant: Grant, lost: threading.Event, grace: float) -> int:
+def _acquire(lock: DistributedLock, inbox: Inbox) -> Grant:
+    """The grant; or Exit with 128+n when signal n came first: neither lock nor place in the queue is kept."""
+    attempt = _Attempt()
+
+    def acquire() -> None:
+        try:
+            inbox.put(lock._acquire(lock.timeout, attempt, attempt))
+        except BaseException as error:  # noqa: BLE001 - it is the main thread's to raise
+            inbox.put(error)
+
+    def cancel() -> None:
+        with suppress(DprimsError):  # without an answer the place lapses with its ttl
+            attempt.cancel(lock.backend)
+
+    _aside(acquire)
+    stopped = 0
+    while isinstance(came := inbox.get(), int):
+        if not stopped:
+            stopped = came
+            _aside(cancel)
+    if stopped:
+        if isinstance(came, Grant):
+            _was_lost(came)
+        raise typer.Exit(128 + stopped)
+    if isinstance(came, BaseException):
+        raise came
+    if came is None:
+        raise LockTimeout(lock._timed_out())
+    return came
+
+
+def _run(command: Sequence[str], grant: Grant, lost: threading.Event, grace: float, inbox: Inbox) -> int:
+    """Run *command*, pass on what comes into *inbox*, and return its status as a shell would."""
     in_foreground = _in_foreground()
-    early: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
-
-    def pass_on(number: int, _: FrameType | None) -> None:
-        if in_foreground and number in _FROM_TERMINAL:
-            return  # the terminal has told the command itself
-        if process is None:
-            early.append(number)
-        else:
-            process.send_signal(number)
-
-    with _signals(_PASSED_ON, pass_on), _watchdog() as (group, watch):
+    with _watchdog() as (group, watch):
         if not in_foreground:
             watch(-group)
         try:
@@ -89,15 +131,27 @@ def _run(command: Sequence[str], grant: Grant, lost: threading.Event, grace: flo
         everything = process.pid if in_foreground else -group
         if in_foreground:
             watch(everything)
-        for number in early:
-            process.send_signal(number)
         ended = threading.Event()
-        threading.Thread(target=_end_when_lost, args=(everything, lost, ended, grace), daemon=True).start()
+
+        def until_it_ends() -> None:
+            process.wait()
+            inbox.put(None)
+
+        _aside(lambda: _end_when_lost(everything, lost, ended, grace))
+        _aside(until_it_ends)
+        while (number := inbox.get()) is not None:
+            # the terminal has told the command itself
+            if isinstance(number, int) and not (in_foreground and number in _FROM_TERMINAL):
+                process.send_signal(number)
         status = process.wait()
         ended.set()
         if lost.is_set() and not in_foreground:
             _kill(everything, signal.SIGKILL)  # what the command has left running
     return 128 - status if status < 0 else status
+
+
+def _aside(work: Callable[[], object]) -> None:
+    threading.Thread(target=work, daemon=True).start()
 
 
 def _end_when_lost(target: int, lost: threading.Event, ended: threading.Event, grace: float) -> None:
@@ -124,24 +178,6 @@ def _was_lost(grant: Grant) -> bool:
             return True
         _say(f"lock {grant.name!r} could not be released and lapses with its ttl: {error}")
     return False
-
-
-@contextmanager
-def _signals(numbers: Sequence[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle *numbers* by *handler*, but for those that are ignored (nohup)."""
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number, old in before.items():
-        if old != signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def _stop(number: int, _: FrameType | None) -> NoReturn:
-    raise typer.Exit(128 + number)
 
 
 @contextmanager

@@ -19,7 +19,9 @@ from ._urls import URL_HELP, Missing, backend_url, is_url, seen_by_others, url_a
 lock = typer.Typer(help="Run a command under a lock; list, show and break locks.", no_args_is_help=False)
 
 Url = Annotated[str | None, typer.Argument(metavar="URL", help=URL_HELP, show_default=False)]
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The lock's name.", show_default=False)]
+Name = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="The lock's name.  [required]", show_default=False)
+]
 Namespace = Annotated[str, typer.Option(help="Whose locks.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -30,7 +32,9 @@ def run(
     name: Name = None,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND", help="What to run, and its own arguments.", show_default=False),
+        typer.Argument(
+            metavar="COMMAND", help="What to run, and its own arguments.  [required]", show_default=False
+        ),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds to wait for the lock; without it, for ever.")
