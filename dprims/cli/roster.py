@@ -17,7 +17,7 @@ from ._urls import URL_HELP, url_and
 def roster(
     url: Annotated[str | None, typer.Argument(metavar="URL", help=URL_HELP, show_default=False)] = None,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The roster's name.", show_default=False)
+        str | None, typer.Argument(metavar="NAME", help="The roster's name.  [required]", show_default=False)
     ] = None,
     namespace: Annotated[str, typer.Option(help="Whose rosters.")] = "dprims",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
