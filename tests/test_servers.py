@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from redis.retry import Retry
 from dprims import BackendUnavailable, MissingExtra
 from dprims.testing import servers
 from dprims.testing.servers import HOST, EtcdServer, RedisServer, Server
+
+from .helpers.services import in_thread, process_state
 
 KINDS = pytest.mark.parametrize("kind", [RedisServer, EtcdServer])
 ONCE = Retry(NoBackoff(), 0)
@@ -74,6 +78,16 @@ def test_redis_keeps_what_it_answered_through_a_kill(private_redis: RedisServer)
     client.close()
 
 
+def test_redis_has_read_all_that_it_kept_when_it_is_started_again(private_redis: RedisServer) -> None:
+    with redis.Redis.from_url(private_redis.url, retry=ONCE) as client:
+        client.eval("for i = 1, 200000 do redis.call('set', i, i) end", 0)
+        for _ in range(3):
+            private_redis.kill()
+            private_redis.start()
+            client.connection_pool.disconnect()
+            assert client.get("200000") == b"200000"
+
+
 def test_redis_without_persist_starts_empty_and_asks_for_its_password() -> None:
     with RedisServer(password="secret", options=("--databases", "3")) as server:
         for url in (server.url, server.unix_url):
@@ -116,6 +130,51 @@ def test_frozen_server_can_be_stopped(kind: type[Server]) -> None:
         pid = server.pid
         server.stop()
         assert not runs(pid)
+
+
+def test_a_server_may_be_frozen_again_and_by_several_threads(private_redis: RedisServer) -> None:
+    for _ in range(3):
+        freezing = [in_thread(private_redis.freeze) for _ in range(4)]
+        for frozen in freezing:
+            frozen()
+        private_redis.freeze()
+        assert process_state(private_redis.pid) == "T"
+        private_redis.thaw()
+        wait_until(private_redis._answers)
+
+
+@KINDS
+def test_a_server_that_ended_by_itself_says_so_and_can_be_started_again(kind: type[Server]) -> None:
+    with kind() as server:
+        for used in (server.freeze, server.thaw, lambda: server.pid):
+            pids, url = server.pids, server.url
+            os.kill(server.pid, signal.SIGKILL)
+            wait_until(lambda: not server.running)
+            assert not any(runs(pid) for pid in pids)
+            assert server.pids == frozenset()
+            for _ in range(2):
+                with pytest.raises(BackendUnavailable, match=r"pid \d+> ended by itself, -9: "):
+                    used()
+            server.start()
+            assert server._answers()
+            assert server.url == url
+            assert len(server.pids - pids) == 2
+        server.kill()
+        with pytest.raises(BackendUnavailable, match="has no process"):
+            server.thaw()
+
+
+def test_a_frozen_server_that_is_killed_is_seen_by_whoever_freezes_it_next(
+    private_redis: RedisServer,
+) -> None:
+    private_redis.freeze()
+    pid = private_redis.pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: process_state(pid) == "Z")
+    with pytest.raises(BackendUnavailable, match="ended by itself, -9"):
+        private_redis.freeze()
+    private_redis.start()
+    assert private_redis._answers()
 
 
 @KINDS

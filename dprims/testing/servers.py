@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -68,6 +69,8 @@ class Server(ABC):
         self.directory = Path(tempfile.gettempdir(), f"dprims-{secrets.token_hex(8)}")
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
+        self._last_words = ""
+        self._forgetting = threading.Lock()
 
     @property
     @abstractmethod
@@ -84,18 +87,18 @@ class Server(ABC):
 
     @property
     def pid(self) -> int:
-        """The process id of the server itself, never of a wrapper."""
+        """The process id of the server itself, never of a wrapper; BackendUnavailable when there is none."""
         return self._running().pid
 
     @property
     def pids(self) -> frozenset[int]:
         """The server's process and its watchdog's; empty when it does not run."""
-        return frozenset(process.pid for process in (self._process, self._watchdog) if process)
+        return frozenset(process.pid for process in (self._alive(), self._watchdog) if process)
 
     @property
     def running(self) -> bool:
         """Whether it was started and has not ended since, by itself or otherwise; a frozen one runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._alive() is not None
 
     @property
     def log(self) -> str:
@@ -103,8 +106,11 @@ class Server(ABC):
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
     def start(self) -> None:
-        """Start it and wait until it answers: the first time on a free port, later on the same one."""
-        if self._process:
+        """Start it and wait until it answers: the first time on a free port, later on the same one.
+
+        Nothing happens when it runs already; one that has ended by itself is started again.
+        """
+        if self._alive():
             return
         self.directory.mkdir(mode=0o700, exist_ok=True)
         deadline = time.monotonic() + self.start_timeout
@@ -118,15 +124,15 @@ class Server(ABC):
 
     def stop(self) -> None:
         """Ask it to end (SIGTERM) and wait; one that takes more than 10 s is killed. Its data stay."""
-        if self._process:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.send_signal(signal.SIGCONT)
-            self._reap(_STOP_S)
+        if process := self._alive():
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)
+            self._reap(process, _STOP_S)
 
     def kill(self) -> None:
         """End it at once (SIGKILL) and wait. What it had written to disk stays."""
-        if self._process:
-            self._reap(0)
+        if process := self._alive():
+            self._reap(process, 0)
 
     def restart(self, *, wipe: bool = False) -> None:
         """Stop it and start it on the same port; with *wipe* as a server that never held anything."""
@@ -140,21 +146,24 @@ class Server(ABC):
 
         BackendUnavailable when it has ended by itself; its last words are in the message.
         """
-        process = self._running()
-        process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_S
-        while process.poll() is None:  # which takes an end, and leaves a stop to be seen here
-            with suppress(ChildProcessError):
-                if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+        while True:
+            process = self._running()
+            process.send_signal(signal.SIGSTOP)
+            with suppress(ChildProcessError):  # it has ended, which is said above
+                # the stop is left to be seen by whoever freezes it as well
+                if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
                     return
             if time.monotonic() > deadline:
                 raise BackendUnavailable(f"{self!r} still runs {_STOP_S:g} s after SIGSTOP")
             time.sleep(_POLL_S)
-        raise BackendUnavailable(f"{self!r} ended by itself, {process.returncode}: {self.log[-1000:]}")
 
     def thaw(self) -> None:
-        """Let it run again after :meth:`freeze` (SIGCONT)."""
-        os.kill(self.pid, signal.SIGCONT)
+        """Let it run again after :meth:`freeze` (SIGCONT).
+
+        BackendUnavailable when it has ended by itself; its last words are in the message.
+        """
+        self._running().send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Stop it and remove its data and its log."""
@@ -175,17 +184,27 @@ class Server(ABC):
         self.close()
 
     def __repr__(self) -> str:
-        state = f"pid {self._process.pid}" if self._process else "not running"
+        process = self._process
+        state = f"pid {process.pid}" if process else "not running"
         return f"<{type(self).__name__} {HOST}:{self.port}, {state}>"
 
     @property
     def _log_path(self) -> Path:
         return self.directory / "log"
 
+    def _alive(self) -> subprocess.Popen[bytes] | None:
+        """The server's process; one that is found to have ended is forgotten, but for its last words."""
+        process = self._process
+        if process is None or process.poll() is None:
+            return process
+        self._reap(process, 0, f"{self!r} ended by itself, {process.returncode}: {self.log[-1000:]}")
+        return None
+
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            raise BackendUnavailable(f"{self!r} has no process")
-        return self._process
+        process = self._alive()
+        if process is None:
+            raise BackendUnavailable(self._last_words or f"{self!r} has no process")
+        return process
 
     @classmethod
     def _find_program(cls) -> str:
@@ -229,7 +248,7 @@ class Server(ABC):
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
-        self._reap(0)
+        self._reap(process, 0)
         said = self.log[written:]
         taken = process.returncode > 0 and "address already in use" in said.lower()
         if taken and time.monotonic() < deadline:
@@ -239,10 +258,10 @@ class Server(ABC):
             f"limit {self.start_timeout:g} s); its log ends:\n{said[-2000:]}"
         )
 
-    def _reap(self, timeout: float) -> None:
+    def _reap(self, process: subprocess.Popen[bytes], timeout: float, last_words: str = "") -> None:
         """Wait *timeout* seconds for the server to end, then kill it; its watchdog goes first."""
-        process, watchdog = self._running(), self._watchdog
-        if watchdog is not None and watchdog.stdin is not None:
+        watchdog = self._watchdog
+        if self._process is process and watchdog is not None and watchdog.stdin is not None:
             watchdog.kill()
             watchdog.wait()
             watchdog.stdin.close()
@@ -251,7 +270,10 @@ class Server(ABC):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        self._process = self._watchdog = None
+        with self._forgetting:  # another thread may have done so, and started the next one
+            if self._process is process:
+                self._last_words = last_words
+                self._watchdog = self._process = None
 
 
 class RedisServer(Server):
@@ -301,16 +323,20 @@ class RedisServer(Server):
         return arguments
 
     def _answers(self) -> bool:
+        process = self._process
+        if process is None:
+            return False
         login = f"AUTH {self.password}\r\n" if self.password else ""
-        wanted, answer = f"process_id:{self.pid}\r\n".encode(), b""
+        # it answers INFO, and nothing else, while it reads what it had written
+        wanted, answer = (f"\nprocess_id:{process.pid}\r".encode(), b"\nloading:0\r"), b""
         try:
             with socket.create_connection((HOST, self.port), _PROBE_S) as connection:
-                connection.sendall(f"{login}INFO server\r\nQUIT\r\n".encode())
+                connection.sendall(f"{login}INFO\r\nQUIT\r\n".encode())
                 while chunk := connection.recv(65536):
                     answer += chunk
         except OSError:
             return False
-        return wanted in answer
+        return all(line in answer for line in wanted)
 
 
 class EtcdServer(Server):
