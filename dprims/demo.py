@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import secrets
 import struct
 import tempfile
 import time
@@ -19,10 +20,12 @@ from typing import Any
 
 import torch
 
-from .backend import need, schemes
+from .backend import connect, need, schemes
 from .engines.local import LocalGeneration, LocalPolicy
 from .exceptions import DprimsError, RefitError
 from .synchronizer import CollectiveWeightSynchronizer, DictSink, DictSource, RefitReport, SafetensorsSource
+from .synchronizer._keys import current_key, decision_key, evicted_key, next_key
+from .synchronizer._record import record_key
 from .synchronizer.plan import Plan
 from .testing.faults import Fault
 
@@ -173,6 +176,8 @@ class _Demo:
             tell("doing", "starting Ray")
             make_policy, make_generation = _start_ray(stack)
             devices, more["device"], more["options"] = _share_gpus(config.device, ranks)
+        # beside whatever runs on that backend already, never in it
+        fleet = "refit" if config.backend is None else f"demo-{secrets.token_hex(4)}"
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dprims-demo-"))
         self._stamp = Path(folder) / "struck"
         tell("doing", f"starting {config.stages} trainers and {config.shards} shards, a process each")
@@ -194,13 +199,25 @@ class _Demo:
             backend=config.backend,
             bucket_bytes=config.bucket_bytes,
             roster_ttl_s=config.roster_ttl,
+            fleet=fleet,
         )
-        stack.callback(sync.shutdown)
+        stack.callback(self._leave, ranks)
+        self.policy, self.generation, self.sync = policy, generation, sync
         stack.callback(generation.close)  # before the store that its ranks are connected to
         stack.callback(policy.close)
-        self.policy, self.generation, self.sync = policy, generation, sync
         tell("doing", "building one weight group a stage")
         sync.init_communicator(timeout=config.refit_timeout)
+
+    def _leave(self, ranks: int) -> None:
+        """End the leader; on somebody's backend delete what a fleet leaves there for a later one."""
+        prefix, last = self.sync.site.prefix, (self.sync.epoch, self.sync.version)
+        self.sync.shutdown()
+        if self.config.backend is None:
+            return
+        keys = [next_key(prefix), current_key(prefix), record_key(prefix), decision_key(prefix, *last)]
+        with contextlib.suppress(DprimsError), connect(self.config.backend) as backend:
+            for key in (*keys, *(evicted_key(prefix, seat) for seat in range(ranks))):
+                backend.delete(key)
 
     def step(self, step: int) -> None:
         self._tell("doing", f"step {step}: training")

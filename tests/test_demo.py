@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import torch
 from safetensors.torch import save_file
 
+import dprims
 from dprims.cli import main
+from dprims.synchronizer.protocol import Version, encode_version, next_key
+from dprims.testing.servers import RedisServer
 
 LIMIT_S = 90.0
 
@@ -191,3 +195,15 @@ def _session(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] not in "ZX":
             found.append(int(entry.name))
     return found
+
+
+def test_on_somebodys_backend_it_keeps_to_itself_and_leaves_nothing(redis_server: RedisServer) -> None:
+    """A fleet of the user's may run there, under the default name."""
+    with redis.Redis.from_url(redis_server.url) as client, dprims.connect(redis_server.url) as backend:
+        backend.write_fenced(next_key("dprims/refit"), encode_version(Version(41)), 7)
+        before = {key for key in client.keys("*") if client.ttl(key) == -1}
+        done = demo("--backend", redis_server.url, "--fault", "none")
+        assert done.returncode == 0, done.stderr
+        left = {key for key in client.keys("*") if client.ttl(key) == -1}
+        assert {key for key in left - before if not key.endswith(b":token")} == set()
+        assert backend.read_fenced(next_key("dprims/refit")) == (7, encode_version(Version(41)))
