@@ -6,10 +6,11 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 
 from dprims.synchronizer import packing
 from dprims.synchronizer.memory import Memory, free_bytes
-from dprims.synchronizer.packing import flat, pack
+from dprims.synchronizer.packing import flat, pack, raw
 from dprims.synchronizer.plan import ITEM_BYTES, Plan
 from dprims.synchronizer.sources import DictSource
 
@@ -37,7 +38,25 @@ def tensors_of_every_kind() -> dict[str, torch.Tensor]:
         "expanded": torch.randn(1, 5, generator=generator).expand(4, 5),
         "odd place": torch.arange(100, dtype=torch.uint8)[1:97],
     }
-    return tensors
+    return tensors | unusual_tensors()
+
+
+def unusual_tensors() -> dict[str, torch.Tensor]:
+    """Not there in memory as they read: conjugated or negated lazily; and one element with a wide stride."""
+    generator = torch.Generator().manual_seed(4)
+    turned = torch.randn(8, 64, dtype=torch.complex64, generator=generator)
+    plain = torch.randn(8, 64, generator=generator)
+    return {
+        "conjugated": turned.conj(),
+        "conjugated and transposed": turned.mH,
+        "imaginary part": turned.conj().imag,
+        "negated": torch._neg_view(plain),
+        "negated too": torch._neg_view(plain[:4]),
+        "negated int8": torch._neg_view(torch.arange(64, dtype=torch.int8)),
+    } | {
+        f"one of {dtype}": torch.arange(6).to(dtype)[2::2][:1]
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128)
+    }
 
 
 @pytest.mark.parametrize("align", [16, 256])
@@ -54,6 +73,30 @@ def test_each_tensor_lies_at_its_offset_and_gaps_are_zero(align: int) -> None:
             assert torch.equal(buffer[place], flat(tensors[name])), name
             covered[place] = True
         assert not buffer[~covered].any()
+
+
+@pytest.mark.parametrize("name", unusual_tensors())
+def test_the_bytes_are_those_of_the_values(name: str) -> None:
+    tensor = unusual_tensors()[name]
+    values = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    assert flat(tensor).view(tensor.dtype).view(tensor.shape).equal(values)
+    assert raw(tensor) == raw(values) == bytes(flat(values).tolist())
+    buffer = torch.full((tensor.nbytes + 16,), 7, dtype=torch.uint8)
+    pack(buffer, [tensor], [0])
+    assert buffer[: tensor.nbytes].equal(flat(values))
+
+
+def test_parameters_are_packed_without_a_graph() -> None:
+    """Stacked, one by one, and by a copy."""
+    stacked = [nn.Parameter(torch.full((2, 64), float(i))) for i in range(3)]
+    tensors = [*stacked, nn.Parameter(torch.ones(5, 4)), nn.Parameter(torch.ones(5, 8).t())]
+    offsets = [i * 512 for i in range(5)]
+    buffer = torch.zeros(5 * 512, dtype=torch.uint8)
+    floats = buffer.view(torch.float32)
+    pack(buffer, tensors, offsets)
+    assert not floats.requires_grad
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        assert buffer[offset : offset + tensor.nbytes].equal(flat(tensor.detach()))
 
 
 @pytest.mark.parametrize("rows", [0, 3])

@@ -95,6 +95,39 @@ def test_views_of_one_storage_are_tied_only_when_they_are_the_same() -> None:
     assert all(meta.alias_of is None for meta in source.metadata())
 
 
+def test_what_reads_otherwise_is_not_tied_though_it_is_the_same_memory() -> None:
+    plain, turned = torch.ones(4), torch.ones(4, dtype=torch.complex64)
+    source = DictSource({"a": plain, "-a": torch._neg_view(plain), "b": turned, "conj": turned.conj()})
+    assert all(meta.alias_of is None for meta in source.metadata())
+    live = {meta.name: torch.zeros(4, dtype=getattr(torch, meta.dtype)) for meta in source.metadata()}
+    deliver(source, DictSink(live), 1)
+    assert same(live, {"a": plain, "-a": -plain, "b": turned, "conj": turned})
+
+
+class Scaled(Tensor):
+    """A wrapper of another tensor, as those of quantised weights are: it has no memory of its own."""
+
+    def __new__(cls, inner: Tensor) -> Scaled:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_tensors_without_memory_are_tied_when_they_are_one_object() -> None:
+    first, second = Scaled(torch.zeros(4)), Scaled(torch.ones(4))
+    meta = torch.zeros(4, device="meta")
+    source = DictSource(
+        {"a": first, "b": second, "c": first, "m": meta, "n": torch.zeros(4, device="meta"), "o": meta}
+    )
+    ties = {meta.name: meta.alias_of for meta in source.metadata() if meta.alias_of}
+    assert ties == {"c": "a", "o": "m"}
+
+
 def test_a_dict_that_changed_is_read_anew() -> None:
     tensors = {"a": torch.zeros(2)}
     source = DictSource(tensors)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dprims.exceptions import HandshakeMismatch, RefitError
 from dprims.synchronizer.group import CommGroup, join_store, leader_store
@@ -346,6 +346,39 @@ def test_so_many_scales_that_they_travel_direct_arrive(pair: Pair, in_place: boo
     sink = DictSink(live, in_place=in_place)
     pair.refit(DictSource({"w": torch.ones(3)}), sink, kv_scales=scales, bucket_bytes=4096)
     assert {name: live[name].item() for name in scales} == scales
+
+
+@LANES
+@IN_PLACE
+def test_what_requires_grad_is_sent_and_received_into(pair: Pair, direct_bytes: int, in_place: bool) -> None:
+    """Also by a source of the user's own, which yields parameters as they are."""
+    weights = {f"w{i}": nn.Parameter(torch.randn(8, 64)) for i in range(4)}
+    weights |= {"bias": nn.Parameter(torch.randn(7)), "strided": nn.Parameter(torch.randn(30, 20).t())}
+
+    class Own:
+        def metadata(self) -> Sequence[TensorMeta]:
+            return DictSource(weights).metadata()
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(weights.items())
+
+    for source in (DictSource(weights), Own()):
+        live: dict[str, Tensor] = {name: nn.Parameter(torch.zeros(w.shape)) for name, w in weights.items()}
+        pair.refit(source, DictSink(live, in_place=in_place), direct_bytes=direct_bytes)
+        assert all(live[name].equal(weight) for name, weight in weights.items())
+        assert all(live[name].requires_grad == in_place for name in weights)
+        assert all(weight.grad_fn is None for weight in live.values())
+
+
+@LANES
+@IN_PLACE
+def test_what_is_lazily_negated_or_conjugated_arrives(pair: Pair, direct_bytes: int, in_place: bool) -> None:
+    plain, turned = torch.randn(80, 64), torch.randn(80, 64, dtype=torch.complex64)
+    weights = {"a": plain, "b": torch._neg_view(plain), "c": turned, "d": turned.conj()}
+    weights["one"] = turned.flatten()[2::2][:1]
+    live = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
+    pair.refit(DictSource(weights), DictSink(live, in_place=in_place), direct_bytes=direct_bytes)
+    assert all(live[name].equal(tensor) for name, tensor in weights.items())
 
 
 @LANES

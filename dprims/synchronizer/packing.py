@@ -91,6 +91,7 @@ def unpack(buffer: Tensor, runs: Sequence[Run]) -> list[Tensor]:
     return views
 
 
+@torch.no_grad()
 def pack(
     buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], runs: Sequence[Run] | None = None
 ) -> None:
@@ -162,7 +163,7 @@ def _as_words(tensor: Tensor) -> Tensor | None:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     if not tensor.numel() or tensor.nbytes % 4 or tensor.storage_offset() * tensor.element_size() % 4:
         return None
-    return flat(tensor).view(torch.int32)
+    return _row(tensor).view(torch.int32)
 
 
 _CAT_DTYPES = frozenset(
@@ -183,13 +184,21 @@ def _zeros(dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, one-dimensional; a copy only when it is not contiguous."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    """The tensor's bytes, one-dimensional; a copy only when they do not lie in memory like that."""
+    return _row(tensor).view(torch.uint8)
+
+
+def _row(tensor: Tensor) -> Tensor:
+    """The tensor's elements one behind the other."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    # one element is contiguous whatever its strides are
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def raw(tensor: Tensor) -> bytes:
     """The tensor's bytes in host memory, without numpy, through which torch's own way goes."""
-    host = tensor.detach().cpu().contiguous()
+    host = flat(tensor.detach().cpu())
     return ctypes.string_at(host.data_ptr(), host.nbytes)
 
 

@@ -111,7 +111,7 @@ class _Sink:
         if not self.in_place:
             return self._lend(meta.nbytes)
         live = self._live()[meta.name].detach()
-        if not live.is_contiguous():
+        if not live.is_contiguous() or live.is_conj() or live.is_neg():
             return None
         memory = flat(live)
         self._note_lent(memory)

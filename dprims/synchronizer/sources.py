@@ -194,7 +194,8 @@ def in_plan_order(
             raise RefitError(f"the source yields {tensor.dtype}{list(tensor.shape)} for {meta}: plan again")
         if tensor.device != device:
             raise RefitError(f"{meta} is on {tensor.device}, the group is on {device}")
-        yield tensor
+        # a parameter that was packed as it is would keep autograd busy
+        yield tensor.detach() if tensor.requires_grad else tensor
         count += 1
     if count < len(expected):
         left = len(expected) - count
@@ -273,8 +274,9 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[int, str] = {}
     shared = {}
     for name, tensor in tensors.items():
-        # of a sharded tensor this rank may hold nothing: there the object itself has to be the same
-        owner = first.setdefault(id(tensor) if is_sharded(tensor) else tensor.data_ptr(), name)
+        # a sharded tensor, of which this rank may hold nothing, and one without an address of its own, such
+        # as a wrapper of others, are themselves alone
+        owner = first.setdefault((not is_sharded(tensor) and tensor.data_ptr()) or id(tensor), name)
         if owner is not name and tensor.numel() and _alike(tensor, tensors[owner]):
             shared[name] = owner
     return shared
@@ -282,9 +284,13 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors at one address are the same one."""
-    if a is b:
-        return True
-    return (a.device, a.dtype, a.shape, a.stride()) == (b.device, b.dtype, b.shape, b.stride())
+    return a is b or _seen_as(a) == _seen_as(b)
+
+
+def _seen_as(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells apart two tensors on the same memory."""
+    lazily = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride(), lazily
 
 
 @cache
