@@ -204,7 +204,8 @@ class DictSink(_Sink):
 
     Args:
         tensors: holds, at each refit, what is to be received. `commit` replaces its values by new tensors:
-            who keeps an old one keeps the old weights.
+            who keeps an old one keeps the old weights. Names that the sender has tied may share one tensor
+            from then on, also where they had one each.
         in_place: write into the tensors themselves while they arrive.
     """
 
