@@ -63,7 +63,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--address", help="a Ray cluster's; without it Ray is started here")
+    parser.add_argument(
+        "--address",
+        default="local",  # not whichever cluster was started last on this machine
+        help="a Ray cluster's; without it Ray is started here",
+    )
     try:
         ray.init(parser.parse_args().address, log_to_driver=False, logging_level="error")
     except ConnectionError as error:
