@@ -35,7 +35,7 @@ def demo(
     bucket_bytes: Annotated[int, typer.Option(help="Size of a full bucket.")] = 4 << 20,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL).")] = "cpu",
     backend: Annotated[
-        str | None, typer.Option(help="Backend URL, for a fleet of its own there; default: a store of its own.")
+        str | None, typer.Option(help="Backend URL, for a fleet of its own; default: a store of its own.")
     ] = None,
     engine: Annotated[
         str, typer.Option(help="local (a process a rank) or ray (an actor a rank, on a Ray of its own).")

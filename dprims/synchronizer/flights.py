@@ -138,8 +138,9 @@ class Loop:
             awaited: list[Any] = [q for flight in flights for q in flight.arrival]
             return [q for q in (*awaited, *self.lane.idle()) if hasattr(q, "query")]
 
-        held = [(flight.works, flight.regions, flight.held) for flight in flights]
-        self.group.abort(pending=pending, held=held)
+        works = [work for flight in flights for work in flight.works]
+        held = [(flight.regions, flight.held) for flight in flights]
+        self.group.abort(pending=pending, works=works, held=held)
         # a device answers now, where it is not lost
         with suppress(RuntimeError):
             self._keep_times([*cut, *self.lane.finish()])
@@ -191,7 +192,8 @@ class Loop:
                 if flight.bucket.lane == "direct":
                     with self.group.coalesced() as works:
                         flight.works = works
-                        works += [self.group.broadcast(region) for region in flight.regions]
+                        for region in flight.regions:
+                            works.append(self.group.broadcast(region))  # each is known before the next
                 elif flight.bucket.nbytes:
                     flight.works.append(self.group.broadcast(flight.regions[0]))
         except RuntimeError as error:

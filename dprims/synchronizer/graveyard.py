@@ -3,8 +3,10 @@
 The destructor of a gloo group blocks while one of its operations is stuck, until the group's own timeout; an
 NCCL group's joins its threads. So the last reference to a group is never dropped on a working thread. A group
 is buried with the works and the buffers that its stuck operations still use, and one daemon thread lets go of
-them when their time has passed. An interpreter that exits earlier waits for the burial under way, and leaves
-the others as they are.
+them when every work has ended, or their time has passed. It does so soon: gloo's own thread spins on a
+connection whose operation was given up in the middle of a write (it waits for room to write what nobody has
+any more), and a group that is gone closes its connections, which ends what its peers have buried. An
+interpreter that exits earlier waits for the burial under way, and leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import ctypes
 import logging
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["buried", "bury"]
@@ -22,22 +26,43 @@ EXIT_S = 5.0
 """How long an interpreter that exits waits for a burial that has begun."""
 IDLE_S = 60.0
 """How long the thread stays when there is nothing to bury."""
+LOOK_S = 0.01
+"""Pause between two looks at whether works have ended."""
+
+
+@dataclass(eq=False, slots=True)
+class _Grave:
+    when: float
+    remains: list[Any]
+    works: list[Any]
+
+    def ripe(self) -> bool:
+        """Whether nothing of it is stuck, or its time has passed."""
+        if self.when <= time.monotonic():
+            return True
+        return bool(self.works) and all(work.is_completed() for work in self.works)
+
 
 _log = logging.getLogger("dprims.graveyard")
 _changed = threading.Condition()
-_graves: list[tuple[float, list[Any]]] = []
+_graves: list[_Grave] = []
 _reaper: threading.Thread | None = None
 _closing = False
 
 
-def bury(remains: list[Any], keep_s: float = 0.0) -> None:
-    """Take over `remains`, and drop them on another thread after `keep_s` seconds. Returns at once.
+def bury(remains: list[Any], keep_s: float = 0.0, works: Sequence[Any] = ()) -> None:
+    """Take over `remains`, and drop them on another thread. Returns at once.
 
     The list is emptied, so that the caller holds no reference through it.
+
+    Args:
+        remains: a group last dropped, so first in the list, and what its operations use.
+        keep_s: they are dropped after so many seconds,
+        works: or when each of these, torch's, has ended, well or not; if there are any.
     """
     global _reaper
     with _changed:
-        _graves.append((time.monotonic() + keep_s, remains.copy()))
+        _graves.append(_Grave(time.monotonic() + keep_s, remains.copy(), list(works)))
         remains.clear()
         if _reaper is None or not _reaper.is_alive():
             _reaper = threading.Thread(target=_reap, name="dprims-graveyard", daemon=True)
@@ -52,27 +77,36 @@ def buried() -> int:
 
 
 def _reap() -> None:
-    global _reaper
-    while True:
-        with _changed:
-            if _closing:
-                return
-            while not _graves or _graves[0][0] > time.monotonic():
-                told = _changed.wait(_graves[0][0] - time.monotonic() if _graves else IDLE_S)
-                if not told and not _graves:
-                    _reaper = None
-                    return
-                if _closing:
-                    return
-                _graves.sort(key=lambda grave: grave[0])
-            _, remains = _graves[0]
+    while (grave := _next()) is not None:
         try:
-            while remains:
-                remains.pop()
+            grave.works.clear()
+            while grave.remains:
+                grave.remains.pop()
         except Exception:  # noqa: BLE001 - nobody waits for this thread, only the log is left
             _log.exception("dropping an abandoned group failed")
         with _changed:
-            del _graves[next(i for i, grave in enumerate(_graves) if grave[1] is remains)]
+            _graves.remove(grave)
+
+
+def _next() -> _Grave | None:
+    """A grave that is ripe, once there is one; None when this thread is to end."""
+    global _reaper
+    with _changed:
+        while not _closing:
+            for grave in _graves:
+                if grave.ripe():
+                    return grave
+            if not _changed.wait(_pause()) and not _graves:
+                _reaper = None
+                break
+        return None
+
+
+def _pause() -> float:
+    """How long nothing can become ripe."""
+    if any(grave.works for grave in _graves):
+        return LOOK_S
+    return max(min(grave.when for grave in _graves) - time.monotonic(), 0.0) if _graves else IDLE_S
 
 
 @atexit.register
@@ -85,7 +119,7 @@ def _close() -> None:
             _changed.wait(0.01)
         _closing = True
         _changed.notify_all()
-        reaper, left = _reaper, [remains for _, remains in _graves]
+        reaper, left = _reaper, [grave.remains for grave in _graves]
     if reaper is not None:
         reaper.join(max(deadline - time.monotonic(), 0.0))
     for remains in left:
@@ -94,4 +128,4 @@ def _close() -> None:
 
 
 def _due() -> bool:
-    return any(when <= time.monotonic() for when, _ in _graves)
+    return any(grave.ripe() for grave in _graves)

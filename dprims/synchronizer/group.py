@@ -221,19 +221,21 @@ class CommGroup:
         grace_s: float = ABORT_GRACE_S,
         *,
         pending: Callable[[], Sequence[Query]] = tuple,
+        works: Sequence[Any] = (),
         held: Sequence[Any] = (),
     ) -> None:
         """End the group in the middle of its work. Bounded, and safe when a peer is dead or frozen.
 
         NCCL's communicator is aborted on a daemon thread, and the call returns when every event of `pending`
-        has completed: then nothing writes into the buffers any more. gloo cannot abort: the group, and `held`
-        (works and buffers), are left to themselves until torch's timeout has passed.
+        has completed: then nothing writes into the buffers any more. gloo cannot abort: the group, `works`
+        and `held` are left to themselves until all works have ended, or torch's timeout has passed.
 
         Args:
             grace_s: how long NCCL may take, in seconds.
             pending: gives events behind everything that was enqueued on this group; called when the abort
                 has begun, since recording one may block for as long as a kernel spins.
-            held: what an abandoned operation still uses.
+            works: torch's works that were not seen to end.
+            held: the buffers that they use.
 
         Raises DeviceLost when the events have not completed within the grace: the process must be replaced.
         """
@@ -241,10 +243,10 @@ class CommGroup:
         if pg is None:
             return
         self.broken = "it was aborted"
-        remains = [pg, *held]
+        remains = [pg, *works, *held]
         if self.backend == "gloo":
             del pg
-            bury(remains, self.op_timeout_s)
+            bury(remains, self.op_timeout_s if works else 0.0, works)
             return
         abort_aside(pg, self.device, self.name)
         del pg
