@@ -16,8 +16,8 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["buried", "bury"]
@@ -26,6 +26,8 @@ EXIT_S = 5.0
 """How long an interpreter that exits waits for a burial that has begun."""
 IDLE_S = 60.0
 """How long the thread stays when there is nothing to bury."""
+END_AFTER_S = 0.5
+"""When works are ended from outside: by then everybody has heard, from whom it ought to, what went wrong."""
 LOOK_S = 0.01
 """Pause between two looks at whether works have ended."""
 
@@ -35,6 +37,12 @@ class _Grave:
     when: float
     remains: list[Any]
     works: list[Any]
+    end: Callable[[], object] | None
+    since: float = field(default_factory=time.monotonic)
+
+    def overdue(self) -> bool:
+        """Whether its works are to be ended now."""
+        return bool(self.end and self.works) and time.monotonic() - self.since >= END_AFTER_S
 
     def ripe(self) -> bool:
         """Whether nothing of it is stuck, or its time has passed."""
@@ -50,7 +58,12 @@ _reaper: threading.Thread | None = None
 _closing = False
 
 
-def bury(remains: list[Any], keep_s: float = 0.0, works: Sequence[Any] = ()) -> None:
+def bury(
+    remains: list[Any],
+    keep_s: float = 0.0,
+    works: Sequence[Any] = (),
+    end: Callable[[], object] | None = None,
+) -> None:
     """Take over `remains`, and drop them on another thread. Returns at once.
 
     The list is emptied, so that the caller holds no reference through it.
@@ -59,10 +72,11 @@ def bury(remains: list[Any], keep_s: float = 0.0, works: Sequence[Any] = ()) -> 
         remains: a group last dropped, so first in the list, and what its operations use.
         keep_s: they are dropped after so many seconds,
         works: or when each of these, torch's, has ended, well or not; if there are any.
+        end: called once, after END_AFTER_S, to end those works that have not ended by themselves.
     """
     global _reaper
     with _changed:
-        _graves.append(_Grave(time.monotonic() + keep_s, remains.copy(), list(works)))
+        _graves.append(_Grave(time.monotonic() + keep_s, remains.copy(), list(works), end))
         remains.clear()
         if _reaper is None or not _reaper.is_alive():
             _reaper = threading.Thread(target=_reap, name="dprims-graveyard", daemon=True)
@@ -78,7 +92,11 @@ def buried() -> int:
 
 def _reap() -> None:
     while (grave := _next()) is not None:
+        end, grave.end = grave.end, None
         try:
+            if not grave.ripe() and end is not None:
+                end()
+                continue
             grave.works.clear()
             while grave.remains:
                 grave.remains.pop()
@@ -89,12 +107,12 @@ def _reap() -> None:
 
 
 def _next() -> _Grave | None:
-    """A grave that is ripe, once there is one; None when this thread is to end."""
+    """A grave at which there is something to do, once there is one; None when this thread is to end."""
     global _reaper
     with _changed:
         while not _closing:
             for grave in _graves:
-                if grave.ripe():
+                if grave.ripe() or grave.overdue():
                     return grave
             if not _changed.wait(_pause()) and not _graves:
                 _reaper = None

@@ -9,11 +9,13 @@ torch's watchdog, which would end the process.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,6 +30,7 @@ from .handshake import handshake
 from .memory import Memory
 from .plan import Plan
 from .rendezvous import choose_address, join_store, leader_store
+from .severing import Address, listener_of, sever
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,6 +70,7 @@ class CommGroup:
     ) -> None:
         self._pg: ProcessGroup | None = pg
         self._clients = clients
+        self._listeners: frozenset[Address] = frozenset()
         self._rounds = 0
         self._interrupted = False
         self.name = name
@@ -139,20 +143,22 @@ class CommGroup:
 
         half_built: list[ProcessGroup] = []
 
-        def connect() -> ProcessGroup:
+        def connect() -> tuple[ProcessGroup, frozenset[Address]]:
             with clients.lend(prefix) as client:
                 if backend == "nccl":
-                    return _nccl(client.clone(), rank, size, where, op_timeout_s, half_built)
+                    return _nccl(client.clone(), rank, size, where, op_timeout_s, half_built), frozenset()
                 return _gloo(client, rank, size, op_timeout_s, address)
 
         try:
-            pg = guard.call(connect, f"connecting {prefix}")
+            pg, listeners = guard.call(connect, f"connecting {prefix}")
         except BaseException:
             if half_built:
                 abort_aside(half_built[0], where, prefix)
                 bury(half_built, op_timeout_s)
             raise
-        return cls(pg, clients, prefix, rank, size, where, op_timeout_s)
+        group = cls(pg, clients, prefix, rank, size, where, op_timeout_s)
+        group._listeners = listeners
+        return group
 
     def handshake(
         self,
@@ -246,7 +252,7 @@ class CommGroup:
         remains = [pg, *works, *held]
         if self.backend == "gloo":
             del pg
-            bury(remains, self.op_timeout_s if works else 0.0, works)
+            bury(remains, self.op_timeout_s if works else 0.0, works, partial(sever, self._listeners))
             return
         abort_aside(pg, self.device, self.name)
         del pg
@@ -300,22 +306,30 @@ def _refuse_open_call() -> None:
         )
 
 
-def _gloo(store: Any, rank: int, size: int, op_timeout_s: float, address: str | None) -> ProcessGroup:
+def _gloo(
+    store: Any, rank: int, size: int, op_timeout_s: float, address: str | None
+) -> tuple[ProcessGroup, frozenset[Address]]:
+    """The group, and where its ranks listen, as far as that is known."""
     from torch.distributed import ProcessGroup, ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=op_timeout_s)
     options._threads = 2
-    options._devices = [
-        ProcessGroupGloo.create_device(hostname=address)
-        if address
-        else ProcessGroupGloo.create_default_device()
-    ]
+    device, mine = listener_of(
+        lambda: (
+            ProcessGroupGloo.create_device(hostname=address)
+            if address
+            else ProcessGroupGloo.create_default_device()
+        )
+    )
+    options._devices = [device]
+    store.set(f"listens/{rank}", json.dumps(mine))
     pg = ProcessGroup(store, rank, size)
     backend = ProcessGroupGloo(store, rank, size, options)
     pg._set_default_backend(ProcessGroup.BackendType.GLOO)
     pg._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
-    return pg
+    said = [json.loads(store.get(f"listens/{peer}")) for peer in range(size)]
+    return pg, frozenset((str(where[0]), int(where[1])) for where in said if where)
 
 
 def _nccl(

@@ -38,7 +38,7 @@ class PlainRank:
         """Make a group, and keep it."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self.group = _gloo(PrefixStore(prefix, join_store(*where)), rank, size, timeout_s, None)
+        self.group, _ = _gloo(PrefixStore(prefix, join_store(*where)), rank, size, timeout_s, None)
         self._old.append(self.group)
 
     def transfer(self, die_at: int | None = None, stamp: str | None = None) -> None:
