@@ -28,6 +28,7 @@ from ..lock import DistributedLock, Grant, _Attempt
 STATUS_LOST = 75
 """``EX_TEMPFAIL`` of sysexits.h: trying again is sensible."""
 
+SLICE_S = 0.1
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP, *_FROM_TERMINAL, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -98,7 +99,7 @@ def _acquire(lock: DistributedLock, inbox: Inbox) -> Grant:
 
     _aside(acquire)
     stopped = 0
-    while isinstance(came := inbox.get(), int):
+    while isinstance(came := _next(inbox), int):
         if not stopped:
             stopped = came
             _aside(cancel)
@@ -139,7 +140,7 @@ def _run(command: Sequence[str], grant: Grant, lost: threading.Event, grace: flo
 
         _aside(lambda: _end_when_lost(everything, lost, ended, grace))
         _aside(until_it_ends)
-        while (number := inbox.get()) is not None:
+        while (number := _next(inbox)) is not None:
             # the terminal has told the command itself
             if isinstance(number, int) and not (in_foreground and number in _FROM_TERMINAL):
                 process.send_signal(number)
@@ -148,6 +149,13 @@ def _run(command: Sequence[str], grant: Grant, lost: threading.Event, grace: flo
         if lost.is_set() and not in_foreground:
             _kill(everything, signal.SIGKILL)  # what the command has left running
     return 128 - status if status < 0 else status
+
+
+def _next(inbox: Inbox) -> int | Grant | BaseException | None:
+    """What comes next. A signal that strikes as a wait begins is handled when that is over: it is short."""
+    while True:
+        with suppress(queue.Empty):
+            return inbox.get(timeout=SLICE_S)
 
 
 def _aside(work: Callable[[], object]) -> None:
