@@ -604,14 +604,29 @@ def trainer(url: str, fleet: str, **options: Any) -> Iterator[SpmdRefit]:
         yield refit
 
 
-def test_a_job_that_is_started_again_does_not_wait_for_the_dead_of_the_one_before(redis_server: Any) -> None:
-    """Its receivers were killed a moment ago, so their entries still stand when the new leader looks."""
-    url, fleet = redis_server.url, f"spmd-{uuid.uuid4().hex[:8]}"
+@contextlib.contextmanager
+def one_shard(url: str) -> Iterator[tuple[str, list[Receiver]]]:
+    """A fleet's name and its only receiver; one that follows it must not be taken for the dead one."""
+    fleet = f"spmd-{uuid.uuid4().hex[:8]}"
     receivers = [Receiver(url, fleet)]
     try:
+        yield fleet, receivers
+    finally:
+        said = [receiver.kill() for receiver in receivers]
+    assert "lapsed" not in said[-1], "the new rank was taken for the dead one"
+
+
+def first_refit(refit: SpmdRefit) -> None:
+    refit.init_communicator()
+    assert refit.sync_weights().members == (0,)
+
+
+def test_a_job_that_is_started_again_does_not_wait_for_the_dead_of_the_one_before(redis_server: Any) -> None:
+    """Its receivers were killed a moment ago, so their entries still stand when the new leader looks."""
+    url = redis_server.url
+    with one_shard(url) as (fleet, receivers):
         with trainer(url, fleet) as refit:
-            refit.init_communicator()
-            assert refit.sync_weights().members == (0,)
+            first_refit(refit)
         receivers[0].kill()
         receivers.append(Receiver(url, fleet))
         with trainer(url, fleet) as refit:
@@ -619,31 +634,22 @@ def test_a_job_that_is_started_again_does_not_wait_for_the_dead_of_the_one_befor
             refit.init_communicator()
             assert time.monotonic() - began < LIMIT_S, "a stall timeout"
             assert refit.sync_weights().members == (0,)
-    finally:
-        said = [receiver.kill() for receiver in receivers]
-    assert "lapsed" not in said[-1], "the new rank was taken for the dead one"
 
 
 def test_a_receiver_that_takes_a_dead_ones_place_keeps_it(redis_server: Any) -> None:
-    url, fleet = redis_server.url, f"spmd-{uuid.uuid4().hex[:8]}"
-    receivers = [Receiver(url, fleet)]
-    try:
-        with trainer(url, fleet) as refit:
-            refit.init_communicator()
-            assert refit.sync_weights().members == (0,)
-            receivers[0].kill()
-            receivers.append(Receiver(url, fleet))
-            deadline = time.monotonic() + LIMIT_S
-            while True:
-                refit.mark_stale()
-                try:
-                    assert refit.sync_weights().members == (0,)
-                    break
-                except (BelowQuorum, PeerLost):  # nobody is in while the dead one's entry lapses
-                    assert time.monotonic() < deadline
-    finally:
-        said = [receiver.kill() for receiver in receivers]
-    assert "lapsed" not in said[-1], "the new rank was taken for the dead one"
+    url = redis_server.url
+    with one_shard(url) as (fleet, receivers), trainer(url, fleet) as refit:
+        first_refit(refit)
+        receivers[0].kill()
+        receivers.append(Receiver(url, fleet))
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            refit.mark_stale()
+            try:
+                assert refit.sync_weights().members == (0,)
+                break
+            except (BelowQuorum, PeerLost):  # nobody is in while the dead one's entry lapses
+                assert time.monotonic() < deadline
 
 
 def test_ranks_that_disagree_about_the_shards_are_refused_once_none_of_them_can_be_a_dead_one() -> None:

@@ -67,10 +67,11 @@ class CommGroup:
         size: int,
         device: torch.device,
         op_timeout_s: float,
+        listeners: frozenset[Address] = frozenset(),
     ) -> None:
         self._pg: ProcessGroup | None = pg
         self._clients = clients
-        self._listeners: frozenset[Address] = frozenset()
+        self._listeners = listeners
         self._rounds = 0
         self._interrupted = False
         self.name = name
@@ -156,9 +157,7 @@ class CommGroup:
                 abort_aside(half_built[0], where, prefix)
                 bury(half_built, op_timeout_s)
             raise
-        group = cls(pg, clients, prefix, rank, size, where, op_timeout_s)
-        group._listeners = listeners
-        return group
+        return cls(pg, clients, prefix, rank, size, where, op_timeout_s, listeners)
 
     def handshake(
         self,

@@ -215,7 +215,7 @@ class _Unloading:
                 meta = self._plan.tensors[piece.tensor]
                 if piece.start:
                     continue
-                held = next(filter(sink.holds, (meta.name, *self._shared.get(meta.name, ()))), None)
+                held = next(filter(sink.holds, self._names_of(meta)), None)
                 if held is not None:
                     lent = sink.lend_tensor(meta if held == meta.name else replace(meta, name=held))
                     if lent is not None:
@@ -266,6 +266,10 @@ class _Unloading:
         """The names under which the sink is handed what arrives as *meta*, or parts of it."""
         if meta.name == KV_SCALES:
             return self._plan.kv_scales
+        return self._names_of(meta)
+
+    def _names_of(self, meta: TensorMeta) -> tuple[str, ...]:
+        """Its name, and those that the sender has tied to it."""
         return (meta.name, *self._shared.get(meta.name, ()))
 
     def _fresh(self, nbytes: int) -> Tensor:
@@ -297,7 +301,7 @@ class _Unloading:
                 self._tensors.pop(piece.tensor, None)
 
     def _write(self, meta: TensorMeta, tensor: Tensor) -> None:
-        if self._plan.kv_scales and meta is self._plan.tensors[-1]:
+        if meta.name == KV_SCALES:
             self._write_scales(tensor)
             return
         self._sink.write(meta.name, tensor)
