@@ -40,10 +40,12 @@ def test_connections_of_a_listener_are_cut_from_both_sides_and_no_others(stack: 
     mine, address = listener_of(lambda: stack.enter_context(listening(socket.AF_INET, "127.0.0.1")))
     other = stack.enter_context(listening(socket.AF_INET, "127.0.0.1"))
     assert address == ("127.0.0.1", mine.getsockname()[1])
-    ours = stack.enter_context(socket.create_connection(mine.getsockname()))
+    ours = stack.enter_context(socket.create_connection(mine.getsockname(), LIMIT_S))
     theirs = stack.enter_context(mine.accept()[0])
-    apart = stack.enter_context(socket.create_connection(other.getsockname()))
+    apart = stack.enter_context(socket.create_connection(other.getsockname(), LIMIT_S))
     far = stack.enter_context(other.accept()[0])
+    for accepted in (theirs, far):
+        accepted.settimeout(LIMIT_S)
     descriptors = len(os.listdir("/proc/self/fd"))
     assert sever({address}) >= 2
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -60,7 +62,7 @@ def test_an_ipv4_address_in_an_ipv6_socket_is_the_same_address(stack: ExitStack)
     dual.bind(("::ffff:127.0.0.1", 0))
     dual.listen()
     port = dual.getsockname()[1]
-    ours = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+    ours = stack.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT_S))
     stack.enter_context(dual.accept()[0])
     assert sever({("127.0.0.1", port)}) == 2
     assert ours.recv(1) == b""
