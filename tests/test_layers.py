@@ -67,6 +67,7 @@ LAYERS = (
     Layer(PURE, may=PURE, never=OUTSIDE),
     Layer(MESH, may=(*PURE, *MESH), packages=("torch",)),
     Layer(PROTOCOL, may=(*PURE, *PROTOCOL), never=OUTSIDE),
+    Layer(("synchronizer.kernels",), packages=("triton",)),
     Layer(
         SYNCHRONIZER,
         may=(*BELOW, *SYNCHRONIZER),
@@ -118,8 +119,9 @@ KNOWN_ONLY_IN = {
     "ProcessGroupNCCL": SYNCHRONIZER,
 }
 
-# These run in processes that they started for the purpose; nobody else touches the environment.
-SETS_ENVIRONMENT = ("engines.local", "testing.*", "cli.*")
+# These run in processes that they started for the purpose; nobody else touches the environment, but for what
+# has torch make a weight group otherwise than the training's, and puts things back.
+SETS_ENVIRONMENT = ("engines.local", "testing.*", "cli.*", "synchronizer.environment")
 
 When = Literal["on import", "in a function", "for type checkers"]
 

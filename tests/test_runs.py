@@ -103,7 +103,7 @@ def arrive(sink: DictSink, names: Sequence[str] = ("a", "b")) -> None:
     tensors = BucketLayout.of(bucket, plan, None).on(memory)
     for tensor in tensors.values():
         tensor.fill_(7)
-    sink.write_lent(tensors)
+    sink.write_bucket(tensors, lent=True)
     sink.commit(1)
 
 

@@ -294,6 +294,53 @@ def test_a_loader_in_place_gets_each_tensor_as_it_comes() -> None:
     assert not sink.torn
 
 
+def test_a_loader_in_place_is_called_once_a_bucket() -> None:
+    """An engine that looks through all its parameters in each call would be done with it last."""
+    calls: list[list[str]] = []
+    sink = LoadWeightsSink(lambda pairs: calls.append([name for name, _ in pairs]), device=CPU, in_place=True)
+    tensors = {f"w{i}": torch.full((i % 3 + 1,), float(i)) for i in range(100)}
+    plan = Plan.build(DictSource(tensors).metadata(), bucket_bytes=1 << 20)
+    sink.begin(1, plan.metas)
+    for bucket in plan.buckets:
+        names = [plan.tensors[piece.tensor].name for piece in bucket.pieces]
+        sink.write_bucket({name: tensors[name] for name in names}, lent=False)
+    assert len(calls) == len(plan.buckets) < 10
+    assert [name for call in calls for name in call] == list(tensors)
+
+
+def test_what_is_tied_no_more_since_it_was_planned_is_named() -> None:
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    tensors["c"] = tensors["a"]
+    source = DictSource(tensors)
+    assert [meta.alias_of for meta in source.metadata()] == [None, None, "a"]
+    tensors["c"] = torch.ones(3)
+    with pytest.raises(RefitError, match="'c' is no longer tied to 'a': plan again"):
+        list(source)
+    tensors["c"] = tensors["b"]
+    with pytest.raises(RefitError, match="'c' is no longer tied to 'a': plan again"):
+        list(source)
+    source.metadata()
+    assert [name for name, _ in source] == ["a", "b"]
+
+
+def test_what_is_tied_only_since_it_was_planned_is_sent_by_both_names() -> None:
+    tensors = {"a": torch.zeros(3), "b": torch.ones(3)}
+    source = DictSource(tensors)
+    source.metadata()
+    tensors["b"] = tensors["a"]
+    assert [name for name, _ in source] == ["a", "b"]
+
+
+def test_parameters_are_handed_out_without_their_gradients() -> None:
+    model = Model(1)
+    source = ModuleSource(model)
+    names = [meta.name for meta in source.metadata() if not meta.alias_of]
+    assert not any(tensor.requires_grad for _, tensor in source)
+    with torch.no_grad():
+        (batch,) = source.in_batches([names])
+    assert [tensor.data_ptr() for tensor in batch] == [model.state_dict()[name].data_ptr() for name in names]
+
+
 def test_a_safetensors_file(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -68,16 +68,14 @@ VARIABLES = (
     ),
     Variable(
         _HANDLING, _is("1", "3"), "note",
-        "torch's watchdog ends the process when a collective times out; in a refit the guard is first "
-        "(torch's "
-        "timeout is ten times the refit's, and at least 600 s)",
-        "nothing, unless refit_timeout_s is None: then a refit that stands still costs processes", "-kill",
+        "torch's watchdog ends the process when a collective of your own groups fails or times out; weight "
+        "groups are made so that it leaves them to dprims' guard",
+        "nothing", "-kill",
     ),
     Variable(
         _HANDLING, _is("2"), "note",
-        "torch's watchdog aborts a collective that times out and lets the process live; in a refit the "
-        "guard is "
-        "first",
+        "torch's watchdog aborts a collective of your own groups that fails or times out, and lets the "
+        "process live; weight groups are left to dprims' guard",
         "nothing", "-abort",
     ),
     Variable(

@@ -21,6 +21,7 @@ from .guard import Enqueueing, Guard, Query, Work
 from .lanes import Lane, Span, Timed, TransferStats, lane_for
 from .packing import Run, dtype_of, pack, raw, runs_of, unpack
 from .plan import Bucket, Plan
+from .tables import PackTable
 
 if TYPE_CHECKING:
     from ..testing.faults import FaultInjector
@@ -52,9 +53,14 @@ class BucketLayout:
     parts: tuple[tuple[int, int, tuple[Run, ...]], ...]
     """The tensors [first, last) that are packed in one go, and their runs."""
 
+    table: PackTable | None = None
+    """How the bucket is packed where one call packs all of it."""
+
     @classmethod
-    def of(cls, bucket: Bucket, plan: Plan, part_bytes: int | None) -> BucketLayout:
-        """Of a bucket whose pieces are whole tensors, in parts of about *part_bytes*."""
+    def of(
+        cls, bucket: Bucket, plan: Plan, part_bytes: int | None, packed_on: torch.device | None = None
+    ) -> BucketLayout:
+        """Of a bucket whose pieces are whole tensors, in parts of about *part_bytes*, packed on a device."""
         metas = [plan.tensors[piece.tensor] for piece in bucket.pieces]
         dtypes, shapes = [dtype_of(meta.dtype) for meta in metas], [meta.shape for meta in metas]
         offsets = [piece.offset for piece in bucket.pieces]
@@ -62,7 +68,11 @@ class BucketLayout:
             (first, last, runs_of(dtypes[first:last], shapes[first:last], offsets[first:last]))
             for first, last in pairwise([0, *_part_ends(offsets, part_bytes)])
         )
-        return cls(tuple(meta.name for meta in metas), parts)
+        table = None
+        if packed_on is not None and len(parts) == 1:
+            room = [stop - start for start, stop in pairwise([*offsets, bucket.nbytes])]
+            table = PackTable.of([meta.nbytes for meta in metas], offsets, room, set(dtypes), packed_on)
+        return cls(tuple(meta.name for meta in metas), parts, table)
 
     def on(self, memory: Tensor) -> dict[str, Tensor]:
         """The tensors by name, in order, on the bytes of *memory*."""
@@ -243,18 +253,27 @@ class Loop:
         """How a bucket of whole tensors is laid out; worked out once a plan."""
         known = self.group.layouts(self.plan.digest)
         if bucket.index not in known:
-            known[bucket.index] = BucketLayout.of(bucket, self.plan, self.lane.cache_bytes)
+            packed_on = self.group.device if self.group.rank == 0 else None
+            known[bucket.index] = BucketLayout.of(bucket, self.plan, self.lane.cache_bytes, packed_on)
         return known[bucket.index]
+
+    def lay_out(self) -> None:
+        """Work out what packing needs, while nothing is on the wire: some of it takes memory on a GPU."""
+        if self.group.device.type == "cuda":
+            for bucket in self.plan.buckets:
+                if bucket.lane == "packed":
+                    self.layout(bucket)
 
     def pack(self, bucket: Bucket, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         """Pack a bucket and take its digest; on a CPU part by part, while each is in the core's cache."""
         region = self._regions[bucket.index]
         offsets = [piece.offset for piece in bucket.pieces]
+        layout = self.layout(bucket)
         row = 0
-        for first, last, runs in self.layout(bucket).parts:
+        for first, last, runs in layout.parts:
             stop = offsets[last] if last < len(offsets) else bucket.nbytes
             with self.lane.span("pack", bucket.index):
-                pack(buffer[:stop], tensors[first:last], offsets[first:last], runs)
+                pack(buffer[:stop], tensors[first:last], offsets[first:last], runs, layout.table)
             if self._digests is not None:
                 whole = stop if last == len(offsets) else stop // ROW_BYTES * ROW_BYTES
                 with self.lane.span("digest", bucket.index):

@@ -23,7 +23,7 @@ import torch
 from ..exceptions import BackendMisconfigured, DeviceLost, RefitAborted
 from .aborts import abort_aside, wait_for_aborts
 from .clients import Clients
-from .environment import blocking_wait
+from .environment import blocking_wait, forbearing
 from .graveyard import bury
 from .guard import POLL_S, Guard, Query
 from .handshake import handshake
@@ -31,6 +31,7 @@ from .memory import Memory
 from .plan import Plan
 from .rendezvous import choose_address, join_store, leader_store
 from .severing import Address, listener_of, sever
+from .tables import warm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -350,7 +351,8 @@ def _nccl(
     options.is_high_priority_stream = True
     options._timeout = timedelta(seconds=op_timeout_s)
     pg = ProcessGroup(store, rank, size)
-    backend = ProcessGroupNCCL(store, rank, size, options)
+    with forbearing(os.environ):
+        backend = ProcessGroupNCCL(store, rank, size, options)
     pg._set_default_backend(ProcessGroup.BackendType.NCCL)
     pg._register_backend(device, ProcessGroup.BackendType.NCCL, backend)
     # from here on it can be aborted by whoever waits for this thread
@@ -360,4 +362,7 @@ def _nccl(
     warm_up = torch.zeros(1, dtype=torch.uint8, device=device)
     pg.broadcast([warm_up], BroadcastOptions()).wait()
     torch.cuda.current_stream(device).synchronize()
+    if rank == 0:
+        # who packs; and not later: to load a kernel can make the host wait for all that runs on the device
+        warm(device)
     return pg

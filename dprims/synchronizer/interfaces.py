@@ -120,8 +120,11 @@ class LendingSink(WeightSink, Protocol):
         """Whether `write` does anything with this name."""
         ...
 
-    def write_lent(self, tensors: Mapping[str, Tensor]) -> None:
-        """`write` for all tensors of a bucket that was lent, in one call: they lie in the lent memory."""
+    def write_bucket(self, tensors: Mapping[str, Tensor], *, lent: bool) -> None:
+        """`write` for what came whole with one bucket, in one call, in order; it may be nothing.
+
+        With `lent` all lie in memory that the sink lent; without, each may.
+        """
         ...
 
 

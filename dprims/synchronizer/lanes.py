@@ -122,7 +122,7 @@ class CpuLane:
 
 
 class CudaLane:
-    """Tensors on a CUDA device, NCCL. Nothing here makes the host wait."""
+    """Tensors on a CUDA device, NCCL. Nothing here makes the host wait. For the thread that makes it."""
 
     depth = 3
     buffers = 2
@@ -131,6 +131,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._current = self._callers = torch.cuda.current_stream(device)
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._landing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._timed: list[tuple[str, int, Any, Any]] = []
@@ -144,11 +145,11 @@ class CudaLane:
 
     def side(self) -> AbstractContextManager[Any]:
         """The stream for packing, digests and copies."""
-        return torch.cuda.stream(self._side)
+        return self._on(self._side)
 
     def follow(self) -> None:
         """The side stream waits for the caller's."""
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        self._side.wait_stream(self._callers)
 
     def uses(self, memory: Tensor) -> None:
         """Tell torch's allocator that the side stream uses `memory`."""
@@ -156,7 +157,7 @@ class CudaLane:
 
     def arrival(self, works: Sequence[Any]) -> Sequence[Work | Query]:
         """An event behind `works`, recorded on a stream that does nothing else."""
-        with torch.cuda.stream(self._landing):
+        with self._on(self._landing):
             for work in works:
                 work.wait()
         event = _timing_event()
@@ -172,6 +173,17 @@ class CudaLane:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._side)
         return [event]
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        """As `torch.cuda.stream`, which asks for the current stream and device each time."""
+        before, self._current = self._current, stream
+        torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
+            self._current = before
+            torch.cuda.set_stream(before)
 
     @contextlib.contextmanager
     def span(self, phase: str, bucket: int) -> Iterator[None]:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .tables import PackTable
+
 __all__ = ["Run", "dtype_of", "flat", "pack", "raw", "runs_of", "unpack"]
 
 
@@ -93,14 +95,21 @@ def unpack(buffer: Tensor, runs: Sequence[Run]) -> list[Tensor]:
 
 @torch.no_grad()
 def pack(
-    buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], runs: Sequence[Run] | None = None
+    buffer: Tensor,
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    runs: Sequence[Run] | None = None,
+    table: PackTable | None = None,
 ) -> None:
     """Copy `tensors` to their `offsets` in `buffer`, and fill the gaps with zeros.
 
     Neighbours of one dtype go in one `torch.cat`, one-byte types as 4-byte words where they fit: with
     elements of two bytes and more `torch.cat(out=)` packs at a GPU's own copy speed, with bytes at half of
-    it. `runs` are those of the tensors, where they are known.
+    it. `runs` are those of the tensors, where they are known; `table` takes all of them at once.
     """
+    if table is not None:
+        _pack_by(table, buffer, tensors, offsets)
+        return
     if runs is None:
         runs = runs_of([t.dtype for t in tensors], [t.shape for t in tensors], offsets)
     ends = [*offsets[1:], buffer.numel()]
@@ -115,6 +124,17 @@ def pack(
         if run.stop < ends[done - 1]:
             buffer[run.stop : ends[done - 1]].zero_()
     _pack_singly(buffer, tensors[done:], offsets[done:], ends[done:])
+
+
+def _pack_by(table: PackTable, buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> None:
+    """Pack by a table; what does not lie as it travels is copied there by torch, and then onto itself."""
+    if not table.takes(tensors):
+        tensors = list(tensors)
+        for place, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+            if tensor.numel() and not table.takes([tensor]):
+                packed = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                tensors[place] = packed.copy_(tensor)
+    table.pack(buffer, tensors)
 
 
 def _pack_singly(

@@ -121,28 +121,43 @@ class _Sink:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """See `WeightSink`."""
-        if not self.holds(name):
-            return
-        lent = self._was_lent(tensor)
-        if self.in_place:
-            self.torn = True
-            self._take(name, tensor, lent=lent)
-            return
-        self._staged[name] = tensor if lent else tensor.clone()
+        if self.holds(name):
+            self._keep({name: tensor}, lent=False)
 
-    def _take(self, name: str, tensor: Tensor, *, lent: bool) -> None:
-        """Make live what has arrived in place."""
-        if not (lent and self._live()[name].data_ptr() == tensor.data_ptr()):
-            self._adopt({name: tensor})
-
-    def write_lent(self, tensors: Mapping[str, Tensor]) -> None:
+    def write_bucket(self, tensors: Mapping[str, Tensor], *, lent: bool) -> None:
         """See `LendingSink`. Who put a `write` of their own in its place has it called for each."""
-        own = self.write != MethodType(_Sink.write, self)
-        if own or self.in_place or not all(map(self.holds, tensors)):
+        if self.write != MethodType(_Sink.write, self):
             for name, tensor in tensors.items():
                 self.write(name, tensor)
             return
-        self._staged.update(tensors)
+        held = (
+            tensors if all(map(self.holds, tensors)) else {n: t for n, t in tensors.items() if self.holds(n)}
+        )
+        if held:
+            self._keep(held, lent=lent)
+
+    def _keep(self, tensors: Mapping[str, Tensor], *, lent: bool) -> None:
+        """Stage tensors that the sink holds, or make them live."""
+        if self.in_place:
+            self.torn = True
+            if coming := self._elsewhere(tensors):
+                self._adopt(coming)
+        elif lent:
+            self._staged.update(tensors)
+        else:
+            for name, tensor in tensors.items():
+                self._staged[name] = tensor if self._was_lent(tensor) else tensor.clone()
+
+    def _elsewhere(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those that have not arrived where they are live."""
+        if not self._lent:
+            return tensors
+        live = self._live()
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not (self._was_lent(tensor) and live[name].data_ptr() == tensor.data_ptr())
+        }
 
     def commit(self, version: int) -> None:
         """See `WeightSink`.
@@ -284,9 +299,6 @@ class LoadWeightsSink(_Sink):
     def lend_tensor(self, meta: TensorMeta) -> Tensor | None:
         """See `LendingSink`; in place there is no memory to lend."""
         return None if self.in_place else self._lend(meta.nbytes)
-
-    def _take(self, name: str, tensor: Tensor, *, lent: bool) -> None:
-        self._load([(name, tensor)])
 
     def _live(self) -> Mapping[str, Tensor]:
         return {}

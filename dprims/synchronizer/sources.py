@@ -41,7 +41,7 @@ class DictSource:
         return tuple(self._known.values())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        shared = _tied(self.tensors)
+        shared = _still_tied(self.tensors, self._known)
         return ((name, tensor) for name, tensor in self.tensors.items() if name not in shared)
 
 
@@ -81,14 +81,15 @@ class ModuleSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         entries = self._entries()
-        names = _untied(entries)
-        return zip(names, (one[0] for one in self._whole(entries, [[name] for name in names])), strict=True)
+        names = self._untied(entries)
+        ones = self._whole(entries, [[name] for name in names])
+        return zip(names, (one[0].detach() for one in ones), strict=True)
 
     def in_batches(self, batches: Sequence[Sequence[str]]) -> Iterator[Sequence[Tensor]]:
         """See `BatchedSource`."""
         entries = self._entries()
         asked = [name for batch in batches for name in batch]
-        for due, name in zip_longest(_untied(entries), asked):
+        for due, name in zip_longest(self._untied(entries), asked):
             if due != name:
                 raise RefitError(f"the module's next tensor is {due!r}, the plan's is {name!r}: plan again")
         return self._whole(entries, batches)
@@ -97,9 +98,11 @@ class ModuleSource:
         self, entries: Mapping[str, Tensor], batches: Sequence[Sequence[str]]
     ) -> Iterator[Sequence[Tensor]]:
         for batch in batches:
-            whole = gather([entries[name].detach() for name in batch], self._device)
-            unchanged = self._device is None and self._dtype is None
-            yield whole if unchanged else [self._brought(tensor) for tensor in whole]
+            with torch.no_grad():
+                whole = gather([entries[name] for name in batch], self._device)
+                unchanged = self._device is None and self._dtype is None
+                brought = whole if unchanged else [self._brought(tensor) for tensor in whole]
+            yield brought
 
     def _brought(self, tensor: Tensor) -> Tensor:
         device, dtype = self._device or tensor.device, _cast(tensor.dtype, self._dtype)
@@ -108,6 +111,11 @@ class ModuleSource:
 
     def _entries(self) -> dict[str, Tensor]:
         return state_of(self._module, self._names)
+
+    def _untied(self, entries: Mapping[str, Tensor]) -> list[str]:
+        """The names whose bytes travel."""
+        shared = _still_tied(entries, self._known)
+        return [name for name in entries if name not in shared]
 
 
 class SafetensorsSource:
@@ -182,7 +190,7 @@ def state_of(module: Module, names: Callable[[str], str | None] | None) -> dict[
 def in_plan_order(
     source: WeightSource, plan: Plan, device: torch.device, kv_scales: Mapping[str, float]
 ) -> Iterator[Tensor]:
-    """The source's tensors, each held against the plan."""
+    """The source's tensors, each held against the plan. For use where autograd records nothing."""
     expected = plan.tensors[: len(plan.tensors) - bool(plan.kv_scales)]
     dtypes = {dtype: dtype_of(dtype) for dtype in {meta.dtype for meta in expected}}
     count = 0
@@ -194,8 +202,7 @@ def in_plan_order(
             raise RefitError(f"the source yields {tensor.dtype}{list(tensor.shape)} for {meta}: plan again")
         if tensor.device != device:
             raise RefitError(f"{meta} is on {tensor.device}, the group is on {device}")
-        # a parameter that was packed as it is would keep autograd busy
-        yield tensor.detach() if tensor.requires_grad else tensor
+        yield tensor
         count += 1
     if count < len(expected):
         left = len(expected) - count
@@ -263,10 +270,21 @@ def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
 
-def _untied(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names whose bytes travel."""
-    shared = _tied(tensors)
-    return [name for name in tensors if name not in shared]
+def _still_tied(tensors: Mapping[str, Tensor], known: Mapping[str, TensorMeta]) -> dict[str, str]:
+    """Names whose bytes do not travel, since they are another's, as was *known* when it was planned.
+
+    What is tied only since then travels twice. To look for ties once more would cost thousands of tensors a
+    third of their time. Raises RefitError for two that are tied no more.
+    """
+    if not known:
+        return _tied(tensors)
+    shared = {}
+    for name, meta in known.items():
+        if (owner := meta.alias_of) is not None and name in tensors:
+            if owner not in tensors or not _alike(tensors[name], tensors[owner]):
+                raise RefitError(f"{name!r} is no longer tied to {owner!r}: plan again")
+            shared[name] = owner
+    return shared
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -283,8 +301,8 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors at one address are the same one."""
-    return a is b or _seen_as(a) == _seen_as(b)
+    """Whether two tensors are the same memory, seen in the same way."""
+    return a is b or (not is_sharded(a) and a.data_ptr() == b.data_ptr() and _seen_as(a) == _seen_as(b))
 
 
 def _seen_as(tensor: Tensor) -> tuple[Any, ...]:

@@ -71,10 +71,12 @@ def send(
     """
     loop = Loop(group, plan, guard, verify, faults, rank, on_bucket, stats)
     tensors = in_plan_order(source, plan, group.device, kv_scales or {})
-    with loop.lane.here(), loop:
+    # parameters go as they are: whatever reads them is not to be recorded
+    with torch.no_grad(), loop.lane.here(), loop:
         pulled: dict[int, Tensor] = {}
         position = 0
         buffers = loop.wire_buffers()
+        loop.lay_out()
         for bucket in plan.buckets:
             loop.make_room(bucket, buffers if bucket.lane == "packed" else None)
             with loop.on_host("gather", bucket.index):
@@ -145,9 +147,10 @@ def participate(source: WeightSource, plan: Plan, guard: Guard, *, device: torch
 
     Collective with the sender's `send` through whatever the source gathers over, which the guard cannot cut.
     """
-    for index, _ in enumerate(in_plan_order(source, plan, device, dict.fromkeys(plan.kv_scales, 0.0))):
-        guard.progress(f"tensor {index}")
-        guard.check()
+    with torch.no_grad():
+        for index, _ in enumerate(in_plan_order(source, plan, device, dict.fromkeys(plan.kv_scales, 0.0))):
+            guard.progress(f"tensor {index}")
+            guard.check()
 
 
 def lacks_memory(sink: WeightSink | None, plans: Sequence[Plan], device: torch.device) -> str | None:
@@ -279,38 +282,30 @@ class _Unloading:
         return memory
 
     def _unpack(self, bucket: Bucket, buffer: Tensor, *, lent: bool) -> None:
-        tensors = self._loop.layout(bucket).on(buffer)
+        self._deliver(self._loop.layout(bucket).on(buffer), lent=lent)
+
+    def _hand_over(self, bucket: Bucket, whole: dict[int, Tensor]) -> None:
+        done: dict[str, Tensor] = {}
+        for piece in bucket.pieces:
+            meta = self._plan.tensors[piece.tensor]
+            if piece.tensor in whole and piece.stop == meta.nbytes:
+                done[meta.name] = whole.pop(piece.tensor).view(dtype_of(meta.dtype)).view(meta.shape)
+                self._tensors.pop(piece.tensor, None)
+        self._deliver(done, lent=False)
+
+    def _deliver(self, tensors: dict[str, Tensor], *, lent: bool) -> None:
+        """Hand what has come whole to the sink, under all its names; *lent*: all of it is in its memory."""
         scales = tensors.pop(KV_SCALES, None)
-        if lent and self._lender is not None:
-            self._lender.write_lent(tensors)
+        if self._lender is not None:
+            self._lender.write_bucket(tensors, lent=lent)
         else:
             for name, tensor in tensors.items():
                 self._sink.write(name, tensor)
         if self._shared:
             # in one order on every rank: what a sink does with a tensor may be a collective
             for name, tensor in tensors.items():
-                self._write_shared(name, tensor)
+                for alias in self._shared.get(name, ()):
+                    self._sink.write(alias, tensor)
         if scales is not None:
-            self._write_scales(scales)
-
-    def _hand_over(self, bucket: Bucket, whole: dict[int, Tensor]) -> None:
-        for piece in bucket.pieces:
-            meta = self._plan.tensors[piece.tensor]
-            if piece.tensor in whole and piece.stop == meta.nbytes:
-                self._write(meta, whole.pop(piece.tensor).view(dtype_of(meta.dtype)).view(meta.shape))
-                self._tensors.pop(piece.tensor, None)
-
-    def _write(self, meta: TensorMeta, tensor: Tensor) -> None:
-        if meta.name == KV_SCALES:
-            self._write_scales(tensor)
-            return
-        self._sink.write(meta.name, tensor)
-        self._write_shared(meta.name, tensor)
-
-    def _write_shared(self, name: str, tensor: Tensor) -> None:
-        for alias in self._shared.get(name, ()):
-            self._sink.write(alias, tensor)
-
-    def _write_scales(self, scales: Tensor) -> None:
-        for name, scale in zip(self._plan.kv_scales, scales, strict=True):
-            self._sink.write(name, scale)
+            for name, scale in zip(self._plan.kv_scales, scales, strict=True):
+                self._sink.write(name, scale)

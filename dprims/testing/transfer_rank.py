@@ -278,7 +278,6 @@ def share_gpu(rank: int, size: int) -> torch.device:
     NCCL refuses two ranks on one GPU of one host: each says that it is on a host of its own, and they talk
     through sockets. Sets environment variables: for processes that are a test's own.
     """
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     gpus = torch.cuda.device_count()
     if gpus < size:
         os.environ["NCCL_HOSTID"] = f"rank-{rank}"

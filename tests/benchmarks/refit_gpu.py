@@ -224,15 +224,15 @@ def main() -> None:
         options.json.write_text(json.dumps({"cases": rows, "held": held}))
 
 
-class Default(Rank):
-    """With torch's default error handling."""
+class Lenient(Rank):
+    """With torch's error handling off, for the process's own groups too."""
 
     def __init__(self, *args: Any) -> None:
+        os.environ[VARIABLE] = "0"
         super().__init__(*args)
-        os.environ.pop(VARIABLE, None)
 
 
-RANKS: dict[str, type[Rank]] = {"default": Default, "0": Rank}
+RANKS: dict[str, type[Rank]] = {"default": Rank, "0": Lenient}
 
 if __name__ == "__main__":
     main()
