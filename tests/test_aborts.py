@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from typing import Any
@@ -47,6 +50,29 @@ def test_it_waits_for_the_device_that_is_meant_and_for_no_other(group: Group) ->
 def test_an_abort_that_does_not_end_is_a_lost_device(group: Group) -> None:
     with pytest.raises(DeviceLost, match=r"a build: cuda:0 still aborts old/1 after 0\.05 s"):
         wait_for_aborts(HERE, Guard(what="a build"), 0.05)
+
+
+def test_an_interpreter_that_ends_sees_an_abort_out() -> None:
+    script = """
+        import threading, time, torch
+        from dprims.synchronizer.aborts import abort_aside
+
+        class Group:
+            def abort(self):
+                time.sleep(0.3)
+                print("aborted", flush=True)
+
+            def __del__(self):
+                print("dropped by", threading.current_thread().name, flush=True)
+
+        torch.cuda.set_device = lambda device: None
+        abort_aside(Group(), torch.device("cuda", 0), "old/1")
+    """
+    said = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.splitlines() == ["aborted", "dropped by dprims-graveyard"]
 
 
 def test_the_wait_can_be_cut_short(group: Group) -> None:

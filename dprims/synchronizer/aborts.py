@@ -8,6 +8,7 @@ is begun on a device while another one's abort is under way there.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..exceptions import DeviceLost
+from .graveyard import bury
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,6 +28,8 @@ __all__ = ["abort_aside", "wait_for_aborts"]
 
 POLL_S = 0.001
 BEGIN_S = 1.0
+EXIT_S = 5.0
+"""How long the interpreter's end waits for aborts: one that loses its driver ends the process by SIGABRT."""
 
 _log = logging.getLogger("dprims.aborts")
 _lock = threading.Lock()
@@ -38,16 +42,20 @@ def abort_aside(pg: ProcessGroup, device: torch.device, name: str) -> None:
     Returns when it has begun, within BEGIN_S at the latest.
     """
     begun = threading.Event()
+    held = [pg]
+    del pg
 
     def abort() -> None:
         try:
             torch.cuda.set_device(device)  # the current device is per thread
             begun.set()
-            pg.abort()
+            held[0].abort()
         except Exception:  # noqa: BLE001 - the waiter is long gone, only the log is left
             _log.exception("aborting %s on %s failed", name, device)
         finally:
             begun.set()
+            # who drops a group last joins its threads, and an interpreter that ends then ends by SIGABRT
+            bury(held)
             with _lock:
                 del _running[threading.current_thread()]
 
@@ -77,3 +85,13 @@ def wait_for_aborts(device: torch.device, guard: Guard, grace_s: float) -> None:
 def _under_way(device: torch.device) -> list[str]:
     with _lock:
         return sorted(name for where, name in _running.values() if where == device)
+
+
+@atexit.register
+def _see_out() -> None:
+    """At the interpreter's end, when no more are begun."""
+    deadline = time.monotonic() + EXIT_S
+    with _lock:
+        threads = list(_running)
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
