@@ -71,10 +71,10 @@ def test_wrong_use_is_one_line(
 def test_packing_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "pack", "--max-mib", "8", "--rounds", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"moe-3mb", "kb256", "kb64"}
+    assert set(found) == {"moe-3mb", "kb256", "kb64", "kb64-mixed"}
     assert all(value > 0 for one in found.values() for value in one.values())
     assert main(["bench", "pack", "--max-mib", "1", "--rounds", "1"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 5
 
 
 def test_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,15 +119,16 @@ def pack(
     max_mib: Annotated[int, typer.Option(min=1, help="Bytes to pack, in MiB.")] = 1024,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """How fast one device packs tensors into a buffer and digests it.
+    """How fast one device packs tensors, digests them, copies them into live ones, and has them sent.
 
-    Next to copying that buffer. The host's time to pack and to unpack is shown by the tensor; on CUDA it
-    is apart from the device's.
+    Next to copying the same bytes. *loop* is a sender's whole verified loop with nobody to receive. The
+    host's time is shown by the tensor, and that of the loop by the bucket, with what it may be.
     """
     need("torch", "torch")
-    from ..testing.refit_bench import MODELS, bench_pack, cut, model_metas
+    from ..testing.pack_bench import bench_pack
+    from ..testing.refit_bench import MODELS, cut, model_metas
 
-    models = ("moe-3mb", "kb256", "kb64")
+    models = ("moe-3mb", "kb256", "kb64", "kb64-mixed")
     _check(device, models[0], tuple(MODELS), [], ())
     found = {
         model: bench_pack(cut(model_metas(model), max_mib * 1024 * 1024), device=device, rounds=rounds)
@@ -137,14 +138,19 @@ def pack(
         typer.echo(json.dumps({model: asdict(speed) for model, speed in found.items()}))
         return
     typer.echo(
-        f"{'':10} {'tensors':>8} {'copy GB/s':>10} {'pack':>8} {'ratio':>6} {'digest':>8} "
-        f"{'us to pack':>11} {'to unpack':>10}"
+        f"{'GB/s (ratio)':10} {'tensors':>8} {'copy':>7} {'pack':>14} {'into live':>14} {'digest':>7} "
+        f"{'loop':>7} {'us: pack':>9} {'see':>5} {'adopt':>6} {'bucket':>7} {'(at most)':>9}"
     )
     for model, one in found.items():
+        packed, adopted = (
+            f"{speed:.1f} ({speed / one.copy_gb_per_s:.2f})"
+            for speed in (one.pack_gb_per_s, one.adopt_gb_per_s)
+        )
         typer.echo(
-            f"{model:10} {one.tensors:8} {one.copy_gb_per_s:10.1f} {one.pack_gb_per_s:8.1f} "
-            f"{one.pack_gb_per_s / one.copy_gb_per_s:6.2f} {one.digest_gb_per_s:8.1f} "
-            f"{one.pack_us_per_tensor:11.2f} {one.unpack_us_per_tensor:10.2f}"
+            f"{model:12} {one.tensors:8} {one.copy_gb_per_s:7.1f} {packed:>14} {adopted:>14} "
+            f"{one.digest_gb_per_s:7.1f} {one.loop_gb_per_s:7.1f} {one.pack_us_per_tensor:9.2f} "
+            f"{one.unpack_us_per_tensor:5.2f} {one.adopt_us_per_tensor:6.2f} "
+            f"{one.loop_us_per_bucket:7.0f} {one.loop_us_allowed:9.0f}"
         )
 
 

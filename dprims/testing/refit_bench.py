@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..synchronizer.digest import Digests
 from ..synchronizer.group import CommGroup, join_store, leader_store
 from ..synchronizer.guard import Guard
 from ..synchronizer.lanes import lane_for
-from ..synchronizer.packing import dtype_of, pack, runs_of, unpack
+from ..synchronizer.packing import dtype_of
 from ..synchronizer.plan import Plan, TensorMeta
 from ..synchronizer.sinks import DictSink
 from ..synchronizer.sources import DictSource
@@ -32,8 +31,6 @@ __all__ = [
     "CONTESTANTS",
     "MODELS",
     "Measured",
-    "PackSpeed",
-    "bench_pack",
     "bench_refit",
     "cut",
     "model_metas",
@@ -62,6 +59,7 @@ MODELS = {
     "llama-70b": "dense, 723 tensors, 141 GB",
     "kb256": "1,024 tensors of 256 KiB, 268 MB",
     "kb64": "8,192 tensors of 64 KiB, 537 MB",
+    "kb64-mixed": "8,192 tensors of 64 KiB, in two shapes by turns, 537 MB",
 }
 """Name -> what it looks like."""
 
@@ -79,6 +77,9 @@ def model_metas(model: str) -> list[TensorMeta]:
     if model in ("kb256", "kb64"):
         count, size = (1024, 256) if model == "kb256" else (8192, 64)
         return [TensorMeta(f"layer.{i}.weight", (size, 512), "bfloat16") for i in range(count)]
+    if model == "kb64-mixed":
+        shapes = ((64, 512), (512, 64))
+        return [TensorMeta(f"layer.{i}.weight", shapes[i % 2], "bfloat16") for i in range(8192)]
     raise ValueError(f"the model is {model!r}; known are {', '.join(MODELS)}")
 
 
@@ -123,66 +124,6 @@ class Measured:
     def total_gb_per_s(self) -> float:
         """Payload over the median total time, in 1e9 bytes a second."""
         return self.nbytes / statistics.median(self.total_s) / 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class PackSpeed:
-    """What one device does by itself, in bytes of payload a second and seconds of the host."""
-
-    nbytes: int
-    tensors: int
-    copy_gb_per_s: float
-    pack_gb_per_s: float
-    digest_gb_per_s: float
-    pack_us_per_tensor: float
-    unpack_us_per_tensor: float
-
-
-def bench_pack(metas: Sequence[TensorMeta], *, device: str = "cpu", rounds: int = 9) -> PackSpeed:
-    """Pack all of `metas` into one buffer, cut it again, and digest it, against a copy of it; medians.
-
-    In this process. On CUDA the device's time is taken with events, and the host's apart from it; cutting is
-    the host's alone.
-    """
-    where = torch.device(device)
-    lane = lane_for(where)
-    tensors = [torch.zeros(meta.shape, dtype=dtype_of(meta.dtype), device=where) for meta in metas]
-    offsets, end = [], 0
-    for tensor in tensors:
-        offsets.append(end)
-        end += -(-tensor.nbytes // 256) * 256
-    buffer, other = (torch.empty(end, dtype=torch.uint8, device=where) for _ in range(2))
-    digests = Digests([end], where)
-    runs = runs_of([t.dtype for t in tensors], [t.shape for t in tensors], offsets)  # once a plan
-    steps: dict[str, Callable[[], object]] = {
-        "copy": lambda: other.copy_(buffer),
-        "pack": lambda: pack(buffer, tensors, offsets, runs),
-        "unpack": lambda: unpack(buffer, runs),
-        "digest": lambda: digests.add(0, buffer),
-    }
-    host: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(1 + rounds):
-        for name, step in steps.items():
-            lane.follow()
-            with lane.side():
-                start = time.perf_counter()
-                with lane.span(name, number):
-                    step()
-                if number:
-                    host[name].append(time.perf_counter() - start)
-            if where.type == "cuda":
-                torch.cuda.synchronize(where)
-    spans = [span for span in lane.finish() if span.bucket]
-    seconds = {
-        name: statistics.median(span.stop - span.start for span in spans if span.phase == name)
-        for name in steps
-    }
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    speed = {name: nbytes / max(took, 1e-9) / 1e9 for name, took in seconds.items()}
-    us = {name: statistics.median(took) / len(tensors) * 1e6 for name, took in host.items()}
-    return PackSpeed(
-        nbytes, len(tensors), speed["copy"], speed["pack"], speed["digest"], us["pack"], us["unpack"]
-    )
 
 
 @dataclass(frozen=True, slots=True)
