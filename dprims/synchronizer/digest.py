@@ -48,35 +48,43 @@ class Digests:
         """
         if data.storage_offset() % 8:
             data = data.clone()
-        whole = data.numel() // ROW_BYTES
-        rest = data[whole * ROW_BYTES :]
-        if whole:
-            words = data[: whole * ROW_BYTES].view(torch.int64).view(whole, ROW)
-            self._add_rows(self._starts[region], words, row)
-        if rest.numel():
-            if rest.numel() % 8:
-                rest = torch.nn.functional.pad(rest, (0, 8 - rest.numel() % 8))
-            words = rest.view(torch.int64)
-            self._columns[self._starts[region] + (row + whole) // ROWS, : words.numel()] += words
+        count, odd = divmod(data.numel(), 8)
+        words = (data[: count * 8] if odd else data).view(torch.int64)
+        whole, rest = divmod(count, ROW)
+        # a view is a large part of what a small region costs: each of these is one
+        position = words.storage_offset()
+        self._add_rows(self._starts[region], words, position, whole, row)
+        position += whole * ROW
+        row += whole
+        if odd:
+            last = torch.nn.functional.pad(data[whole * ROW_BYTES :], (0, 8 - odd)).view(torch.int64)
+            self._columns[self._starts[region] + row // ROWS, : rest + 1] += last
+        elif rest:
+            last = words.as_strided((rest,), (1,), position)
+            self._columns[self._starts[region] + row // ROWS, :rest] += last
 
-    def _add_rows(self, start: int, words: Tensor, row: int) -> None:
-        """Add whole rows, the first of which is `row` of the region whose first block is `start`."""
-        while words.numel():
+    def _add_rows(self, start: int, words: Tensor, position: int, left: int, row: int) -> None:
+        """Add `left` whole rows from `position` on, the first of which is `row` of a region.
+
+        `start` is the region's first block.
+        """
+        while left:
             block = start + row // ROWS
-            count = len(words) // ROWS
-            if row % ROWS == 0 and count:
-                taken = count * ROWS
-                torch.sum(
-                    words[:taken].view(count, ROWS, ROW), dim=1, out=self._columns[block : block + count]
-                )
+            blocks = left // ROWS
+            if row % ROWS == 0 and blocks:
+                taken = blocks * ROWS
+                many = words.as_strided((blocks, ROWS, ROW), (ROWS * ROW, ROW, 1), position)
+                torch.sum(many, dim=1, out=self._columns[block : block + blocks])
             else:
-                taken = min(len(words), ROWS - row % ROWS)
+                taken = min(left, ROWS - row % ROWS)
+                some = words.as_strided((taken, ROW), (ROW, 1), position)
                 if row % ROWS:
-                    self._columns[block] += words[:taken].sum(dim=0)
+                    self._columns[block] += some.sum(dim=0)
                 else:
-                    torch.sum(words[:taken], dim=0, out=self._columns[block])
-            words = words[taken:]
+                    torch.sum(some, dim=0, out=self._columns[block])
+            position += taken * ROW
             row += taken
+            left -= taken
 
     def finish(self) -> Tensor:
         """One number a block, as an int64 tensor on the regions' device."""
