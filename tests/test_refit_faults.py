@@ -44,6 +44,8 @@ from dprims.testing.faults import Fault, InjectedFault
 from dprims.testing.servers import RedisServer
 from dprims.testing.weights import ToySink, ToySource
 
+from .helpers.services import until
+
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 60.0
@@ -232,8 +234,12 @@ def fleets(outliving: list[Any]) -> Iterator[list[Fleet]]:
     while fleets:
         outliving.remove(fleets[0])
         fleets.pop().close()
-    until(lambda: len(dprims_threads()) <= len(threads) + KEPT)
-    until(lambda: gc.collect() >= 0 and descriptors().total() <= before.total() + KEPT, lambda: left(before))
+    until(lambda: len(dprims_threads()) <= len(threads) + KEPT, limit=LIMIT_S)
+    until(
+        lambda: gc.collect() >= 0 and descriptors().total() <= before.total() + KEPT,
+        lambda: left(before),
+        LIMIT_S,
+    )
 
 
 @pytest.fixture
@@ -364,7 +370,7 @@ class Case:
         else:
             running = pool.submit(self.call, "sync_weights")
         if self.signalled and not idle:
-            until(lambda: self.stamp.exists() or running.done())
+            until(lambda: self.stamp.exists() or running.done(), limit=LIMIT_S)
             self._signal()
         return self._outcome(running, pool)
 
@@ -511,10 +517,3 @@ ERRORS: dict[str, tuple[type[BaseException], ...]] = {
     "lock server": (StaleLeader, BackendError, PeerLost, RefitTimeout, BelowQuorum),
 }
 """What an operation may raise, by fault or, where no rank is hit, by victim."""
-
-
-def until(true: Any, why: Any = lambda: "what was waited for did not come") -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.005)

@@ -35,6 +35,8 @@ from dprims.testing.servers import RedisServer
 from dprims.testing.threads import ThreadGeneration, ThreadPolicy
 from dprims.testing.weights import ToySink, ToySource, toy_tensors
 
+from .helpers.services import until
+
 LIMIT_S = 60.0
 BUCKET = 64 << 10
 MIDDLE = 2
@@ -342,12 +344,3 @@ def test_syncs_under_random_faults(private_redis: RedisServer) -> None:
 @pytest.mark.timeout(1800)
 def test_five_hundred_syncs_under_random_faults(private_redis: RedisServer) -> None:
     sync_at_random(500, int(os.environ.get("DPRIMS_CHAOS_SEED", "1")), private_redis)
-
-
-def until(
-    true: Callable[[], bool], said: Callable[[], str] = lambda: "what was waited for did not come"
-) -> None:
-    deadline = time.monotonic() + LIMIT_S / 2
-    while not true():
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.01)

@@ -43,6 +43,8 @@ from dprims.synchronizer.transfer import TransferStats
 from dprims.testing.faults import Fault, FaultInjector
 from dprims.testing.weights import ToySink, ToySource
 
+from .helpers.services import until
+
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun_refit.py"
@@ -329,7 +331,7 @@ def test_no_source_is_read_before_every_trainer_has_made_the_call() -> None:
         fleet.together(lambda trainer: trainer.sync_weights())
         first = fleet.pool.submit(fleet.trainers[0].sync_weights)
         meeting = fleet.trainers[1]._meeting
-        until(lambda: meeting._called is not None and meeting._called[0] == 2)
+        until(lambda: meeting._called is not None and meeting._called[0] == 2, limit=LIMIT_S)
         new = fleet.train()  # rank 1 is in the middle of its step
         assert not first.done()
         second = fleet.pool.submit(fleet.trainers[1].sync_weights)
@@ -371,7 +373,7 @@ def test_a_shard_that_left_is_taken_in_again_at_the_version_of_the_others() -> N
         assert [report.members for report in reports] == [(0,)] * STAGES
         fleet.receivers[1, 0] = fleet.join(1)
         assert not fleet.receivers[1, 0].may_serve
-        until(lambda: fleet.trainers[0].synchronizer.seats.read()[STAGES + 1] != 0)
+        until(lambda: fleet.trainers[0].synchronizer.seats.read()[STAGES + 1] != 0, limit=LIMIT_S)
         reports = fleet.together(lambda trainer: trainer.sync_weights(only=[1]))
         assert [report.version for report in reports] == [2] * STAGES
         assert fleet.held((1, 0)) == fleet.held((0, 0)) == new
@@ -408,7 +410,7 @@ def test_a_leader_that_is_gone_is_named_by_the_others(waits: bool) -> None:
         if waits:
             meeting = fleet.trainers[1]._meeting
             call = fleet.pool.submit(fleet.trainers[1].sync_weights)
-            until(lambda: meeting._here is not None)
+            until(lambda: meeting._here is not None, limit=LIMIT_S)
         fleet.trainers[0].shutdown()
         if not waits:
             call = fleet.pool.submit(fleet.trainers[1].sync_weights)
@@ -432,7 +434,10 @@ def test_ranks_of_another_fleets_shape_leave_by_themselves() -> None:
             gather_s=5.0,
         ) as alone:
             starting = fleet.pool.submit(alone.init_communicator, LIMIT_S)
-            until(lambda: all(receiver._attendant.closed for receiver in fleet.receivers.values()))
+            until(
+                lambda: all(receiver._attendant.closed for receiver in fleet.receivers.values()),
+                limit=LIMIT_S,
+            )
             assert not any(receiver.may_serve for receiver in fleet.receivers.values())
             assert starting.exception(LIMIT_S) is not None
 
@@ -454,7 +459,7 @@ def test_closing_ends_every_thread() -> None:
     with running():
         pass
     kept = ("dprims-graveyard",)
-    until(lambda: all(t in before or t.name.startswith(kept) for t in threading.enumerate()))
+    until(lambda: all(t in before or t.name.startswith(kept) for t in threading.enumerate()), limit=LIMIT_S)
 
 
 def test_what_cannot_be_is_refused_before_anything_runs() -> None:
@@ -474,13 +479,6 @@ def test_what_cannot_be_is_refused_before_anything_runs() -> None:
         pytest.raises(RefitTimeout, match="enrolled are nobody"),
     ):
         refit.init_communicator()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 # -- processes ------------------------------------------------------------------------------------

@@ -83,11 +83,14 @@ class Service:
         return self.ttl * 1.25 + 5.0
 
 
-def until(condition: Callable[[], object], what: str = "it", limit: float = LIMIT_S) -> None:
-    """Wait for *condition*, and fail when it does not come."""
+def until(
+    condition: Callable[[], object], what: str | Callable[[], str] = "it", limit: float = LIMIT_S
+) -> None:
+    """Wait for *condition*, and fail when it does not come, with *what* as it then is."""
     deadline = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {limit:g} s"
+        late = time.monotonic() >= deadline
+        assert not late, f"{what() if callable(what) else what}: not within {limit:g} s"
         time.sleep(0.005)
 
 
