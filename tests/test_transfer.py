@@ -339,6 +339,19 @@ def test_an_engine_is_given_aliases_in_one_order_on_every_rank(
     assert [name for name in seen if name not in weights] == [f"alias of {name}" for name in weights]
 
 
+def test_an_engine_in_place_is_called_a_few_times_a_bucket(pair: Pair) -> None:
+    weights = {f"w{i}": torch.full((64,), float(i)) for i in range(200)}
+    tensors = weights | {f"alias of {name}": tensor for name, tensor in weights.items()}
+    scales = {f"scale {i}": i / 8 for i in range(200)}
+    calls: list[list[str]] = []
+    sink = LoadWeightsSink(
+        lambda pairs: calls.append([name for name, _ in pairs]), device="cpu", in_place=True
+    )
+    pair.refit(DictSource(tensors), sink, kv_scales=scales, bucket_bytes=1 << 20)
+    assert sorted(name for names in calls for name in names) == sorted([*tensors, *scales])
+    assert len(calls) < 20
+
+
 @IN_PLACE
 def test_so_many_scales_that_they_travel_direct_arrive(pair: Pair, in_place: bool) -> None:
     scales = {f"layer.{i}.scale": i / 8 for i in range(1100)}

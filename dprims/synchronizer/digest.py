@@ -52,7 +52,7 @@ class Digests:
         words = (data[: count * 8] if odd else data).view(torch.int64)
         whole, rest = divmod(count, ROW)
         # a view is a large part of what a small region costs: each of these is one
-        position = words.storage_offset()
+        position = int(words.storage_offset())
         self._add_rows(self._starts[region], words, position, whole, row)
         position += whole * ROW
         row += whole

@@ -121,7 +121,7 @@ class LendingSink(WeightSink, Protocol):
         ...
 
     def write_bucket(self, tensors: Mapping[str, Tensor], *, lent: bool) -> None:
-        """`write` for what came whole with one bucket, in one call, in order; it may be nothing.
+        """`write` for what came whole with one bucket, in order; for its aliases, and scales, once more.
 
         With `lent` all lie in memory that the sink lent; without, each may.
         """

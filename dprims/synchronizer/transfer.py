@@ -296,16 +296,18 @@ class _Unloading:
     def _deliver(self, tensors: dict[str, Tensor], *, lent: bool) -> None:
         """Hand what has come whole to the sink, under all its names; *lent*: all of it is in its memory."""
         scales = tensors.pop(KV_SCALES, None)
-        if self._lender is not None:
-            self._lender.write_bucket(tensors, lent=lent)
-        else:
-            for name, tensor in tensors.items():
-                self._sink.write(name, tensor)
-        if self._shared:
-            # in one order on every rank: what a sink does with a tensor may be a collective
-            for name, tensor in tensors.items():
-                for alias in self._shared.get(name, ()):
-                    self._sink.write(alias, tensor)
+        self._write(tensors, lent=lent)
+        # in one order on every rank: what a sink does with a tensor may be a collective
+        self._write(
+            {alias: tensor for name, tensor in tensors.items() for alias in self._shared.get(name, ())},
+            lent=lent,
+        )
         if scales is not None:
-            for name, scale in zip(self._plan.kv_scales, scales, strict=True):
-                self._sink.write(name, scale)
+            self._write(dict(zip(self._plan.kv_scales, scales, strict=True)), lent=False)
+
+    def _write(self, tensors: dict[str, Tensor], *, lent: bool) -> None:
+        if self._lender is not None and tensors:
+            self._lender.write_bucket(tensors, lent=lent)
+            return
+        for name, tensor in tensors.items():
+            self._sink.write(name, tensor)
