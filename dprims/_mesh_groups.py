@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -38,15 +37,31 @@ def select_device(device_type: str) -> None:
         module.set_device(int(chosen))
 
 
-def agree(mine: dict[str, Any]) -> None:
-    """Raise the same RankMismatch on all ranks unless all were given the same. Collective."""
-    given = _from_all(mine)
-    odd = [rank for rank, other in enumerate(given) if other != given[0]]
+def lacks(device_type: str) -> str:
+    """Return what keeps this process from using devices of a type that torch has, or nothing."""
+    available = getattr(getattr(torch, device_type, None), "is_available", None)
+    return f"torch.{device_type}.is_available() is False" if available and not available() else ""
+
+
+def agree(mine: dict[str, Any], lacking: str) -> dict[int, str]:
+    """Raise the same RankMismatch on all ranks unless all were given the same. Collective.
+
+    Returns what each rank said that it is lacking, for those that said anything.
+    """
+    told = _from_all((mine, lacking))
+    first = told[0][0]
+    odd = [rank for rank, (given, _) in enumerate(told) if given != first]
     if odd:
-        raise RankMismatch(
-            f"the ranks build different meshes: rank 0 was given {json.dumps(given[0])}, "
-            f"rank {odd[0]} {json.dumps(given[odd[0]])} ({len(odd)} of {len(given)} ranks differ from rank 0)"
+        other = told[odd[0]][0]
+        differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        theirs, ours = (
+            ", ".join(f"{key}={given.get(key)!r}" for key in differing) for given in (other, first)
         )
+        raise RankMismatch(
+            f"the ranks build different meshes: rank {odd[0]}: {theirs}; rank 0: {ours} "
+            f"({len(odd)} of {len(told)} ranks differ from rank 0)"
+        )
+    return {rank: lacked for rank, (_, lacked) in enumerate(told) if lacked}
 
 
 def _from_all(mine: Any) -> list[Any]:

@@ -10,6 +10,7 @@ under it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,7 +26,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("torch is not installed; pip install 'dprims[torch]'") from error
 
 from ._mesh_broadcast import Route, broadcast
-from ._mesh_groups import agree, backends, make_groups, names_by_ranks, select_device
+from ._mesh_groups import agree, backends, lacks, make_groups, names_by_ranks, select_device
 
 __all__ = ["Meshes", "build"]
 
@@ -48,23 +49,25 @@ def build(
     `timeout`, in seconds, is that of the new groups; torch's default without it.
 
     The ranks first compare over the default group what each was given. They all raise the same
-    RankMismatch, and make nothing, when layouts differ or the job has another number of ranks. Needs an
-    initialised default group, and (for an accelerator) a device chosen by ``set_device`` or by the
-    launcher's ``LOCAL_RANK``. Groups are made by plain ``new_group`` calls, in one order on all ranks;
-    the group of all ranks is the job's default group. May be called again: each call makes groups of its own.
+    RankMismatch, and make nothing, when layouts differ or the job has another number of ranks, and the same
+    MeshError when a rank has no device of that type. Needs an initialised default group, and (for an
+    accelerator) a device chosen by ``set_device`` or by the launcher's ``LOCAL_RANK``. Groups are made by
+    plain ``new_group`` calls, in one order on all ranks; the group of all ranks is the job's default group.
+    May be called again: each call makes groups of its own.
     """
     if not dist.is_initialized():
         raise MeshError(
             "no default process group: call torch.distributed.init_process_group on every rank first"
         )
     select_device(device_type)
-    agree(
+    lacking = agree(
         {
-            "layout": layout.to_json(),
+            **json.loads(layout.to_json()),
             "device_type": device_type,
             "cpu_twins": cpu_twins,
             "timeout": timeout,
-        }
+        },
+        lacks(device_type),
     )
     if layout.world_size != dist.get_world_size():
         raise RankMismatch(
@@ -75,6 +78,12 @@ def build(
         raise MeshError(
             f"device_type={device_type!r}: the default process group has backends for {', '.join(carried)}; "
             f"a type is named without an index"
+        )
+    if lacking:
+        rank, what = next(iter(lacking.items()))
+        raise MeshError(
+            f"device_type={device_type!r}: {what} on rank {rank} ({len(lacking)} of {dist.get_world_size()} "
+            f"ranks); expected a device of this type on every rank"
         )
 
     limit = None if timeout is None else timedelta(seconds=timeout)

@@ -131,8 +131,25 @@ def build_apart(rank: int, world_size: int) -> str:
 def test_ranks_with_different_layouts_all_say_who_differs() -> None:
     messages = run_ranks(4, build_apart, timeout=LIMIT_S)
     assert len(set(messages)) == 1
-    assert "rank 2" in messages[0]
-    assert "1 of 4 ranks differ" in messages[0]
+    assert messages[0] == (
+        "the ranks build different meshes: rank 2: cp=1, tp=2; rank 0: cp=2, tp=1 "
+        "(1 of 4 ranks differ from rank 0)"
+    )
+
+
+def build_where_one_has_no_device(rank: int, world_size: int) -> str:
+    os.environ.pop("LOCAL_RANK", None)
+    torch.cuda.is_available = lambda: rank == 0
+    with pytest.raises(MeshError) as caught:
+        ParallelLayout(world_size=world_size, dp_shard=-1).build("cuda")
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_without_a_device_is_the_same_error_on_every_rank() -> None:
+    messages = run_ranks(2, build_where_one_has_no_device, timeout=LIMIT_S)
+    assert messages[0] == messages[1]
+    assert "torch.cuda.is_available() is False on rank 1 (1 of 2 ranks)" in messages[0]
 
 
 def build_for_other_devices(rank: int, world_size: int) -> None:
