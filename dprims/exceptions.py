@@ -133,7 +133,14 @@ class TransferCorrupt(RefitError):
 
 
 class TornWeights(RefitError):
-    """An in-place receive was cut off: the live weights are a mixture of two versions."""
+    """An in-place receive was cut off: the live weights are a mixture of two versions.
+
+    Attributes:
+        first_hand: whether the rank that is torn found by itself what cut it off: a loader that raised, bytes
+            that differ. Otherwise it was told, lost a peer, or waited in vain.
+    """
+
+    first_hand: bool = True
 
 
 class DeviceLost(RefitError):

@@ -613,7 +613,7 @@ def test_weights_with_another_digest_than_expected_are_not_staged() -> None:
     member.handle(recv)
     abort, answer = member.handle(p.Performed(recv, "other"))
     assert isinstance(abort, p.WriteAbort)
-    assert "digest other, expected expected" in answer.reply.why
+    assert "other weights than those of version 1: the digest is other, expected expected" in answer.reply.why
     assert member.staged is None
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import threading
 import time
 import uuid
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 import redis
+import torch
 
 from dprims.engines.local import LocalGeneration, LocalPolicy
 from dprims.exceptions import (
     BackendError,
     BelowQuorum,
     DprimsError,
+    HandshakeMismatch,
     PeerLost,
     RefitAborted,
     RefitError,
@@ -29,7 +32,8 @@ from dprims.exceptions import (
 )
 from dprims.synchronizer import CollectiveWeightSynchronizer
 from dprims.synchronizer.graveyard import buried
-from dprims.synchronizer.sinks import DictSink
+from dprims.synchronizer.sinks import DictSink, LoadWeightsSink
+from dprims.synchronizer.sources import DictSource
 from dprims.testing.faults import Fault, FaultInjector
 from dprims.testing.servers import RedisServer
 from dprims.testing.threads import ThreadGeneration, ThreadPolicy
@@ -130,6 +134,40 @@ def test_a_wide_shard_commits_on_all_its_ranks_or_serves_no_more() -> None:
         assert [sink.checksums() for sink in generation.sinks] == [new] * 4
 
 
+def local_norm(stage: int) -> DictSource:
+    """A pipeline stage that numbers its layers by itself."""
+    return DictSource({"layers.0.norm": torch.full((3 + stage,), float(stage))})
+
+
+def test_a_name_of_two_stages_is_refused_before_anything_is_sent() -> None:
+    policy = ThreadPolicy(local_norm, stages=2)
+    got: dict[str, Any] = {}
+    generation = ThreadGeneration(
+        lambda shard, worker: LoadWeightsSink(got.update, device="cpu"), train_world_size=2
+    )
+    sync = synchronizer(policy, generation)
+    said = r"stage 0 sends 'layers.0.norm' float32\[3\], and stage 1 sends 'layers.0.norm' float32\[4\]"
+    try:
+        with pytest.raises(HandshakeMismatch, match=said):
+            sync.init_communicator(timeout=LIMIT_S)
+        assert not got
+    finally:
+        generation.close()
+        policy.close()
+        sync.shutdown()
+
+
+def test_when_no_shard_can_commit_what_each_raised_is_told() -> None:
+    with threads((1, 1), ToySink, 2, roster_ttl_s=1.0) as (policy, generation, sync):
+        step(policy, sync)
+        for seat in (2, 3):
+            generation.workers[seat].faults = FaultInjector([Fault(action="raise", phase="commit")])
+        with pytest.raises(BelowQuorum) as raised:
+            sync.sync_weights()
+        told = str(raised.value)
+        assert all(re.search(rf"shard {shard}: InjectedFault: .*commit", told) for shard in (0, 1)), told
+
+
 # -- weights that are received in place --------------------------------------------------------------
 
 
@@ -140,7 +178,7 @@ def test_weights_received_in_place_are_torn_until_the_next_commit() -> None:
         assert all(worker.may_serve for worker in generation.workers.values())
         new = step(policy, sync)
         generation.workers[2].faults = FaultInjector([Fault(action="raise", bucket=MIDDLE)])
-        with pytest.raises(TornWeights, match=r"seat [23]: an in-place receive was cut"):
+        with pytest.raises(TornWeights, match="seat 2: an in-place receive was cut: InjectedFault"):
             sync.sync_weights()
         assert sync.is_stale
         assert sync.version == 1
@@ -150,6 +188,29 @@ def test_weights_received_in_place_are_torn_until_the_next_commit() -> None:
         assert sync.sync_weights().version == 2
         assert all(worker.may_serve for worker in generation.workers.values())
         assert [sink.checksums() for sink in generation.sinks] == [new] * 2
+
+
+def test_who_cut_weights_that_are_received_in_place_is_told() -> None:
+    """The survivors are torn and say so; whom they lost is known to the controller alone."""
+    policy = LocalPolicy(ToySource, 4, 128, stages=1)
+    generation = LocalGeneration(ToySink, 1, 4, 128, True, shard_sizes=(1, 1, 1), train_world_size=1)
+    sync = synchronizer(policy, generation)
+    try:
+        sync.init_communicator(timeout=LIMIT_S)
+        sync.sync_weights()
+        policy.call(0, "step").result(LIMIT_S)
+        sync.mark_stale()
+        generation.process(1).call_now("arm", Fault(action="kill", bucket=MIDDLE)).result(LIMIT_S)
+        # a survivor that had got everything already is torn too, but its receive was not cut
+        with pytest.raises((PeerLost, TornWeights), match=r"seat 2: shard-1-0 \(pid \d+\) was ended by SIG"):
+            sync.sync_weights()
+        assert not any(generation.may_serve(shard) for shard in (0, 2))
+        assert sync.refit().members == (0, 2)
+        assert all(generation.may_serve(shard) for shard in (0, 2))
+    finally:
+        generation.close()
+        policy.close()
+        sync.shutdown()
 
 
 # -- versions ----------------------------------------------------------------------------------------

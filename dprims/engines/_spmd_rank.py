@@ -14,7 +14,7 @@ from ..backend import Backend, connect
 from ..exceptions import DprimsError, HandshakeMismatch
 from ..roster import Roster
 from ..synchronizer.calls import RefitAnswer, RefitSite
-from ..synchronizer.run import is_first_hand
+from ..synchronizer.shell import is_first_hand
 from ..synchronizer.workers import WeightReceiver, WeightSender
 from .letters import Document, read_call, write_answer, write_info
 from .mailbox import SLICE_S, Handler, Letterbox, mailbox_name, then

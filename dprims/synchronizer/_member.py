@@ -221,7 +221,11 @@ class Member:
             self.task, self.built = None, message.epoch
             self._answer(message, "ok")
         elif not self.sends and message.version.digest not in ("", digest):
-            why = f"received digest {digest}, expected {message.version.digest}"
+            number, expected = message.version.number, message.version.digest
+            why = (
+                f"received other weights than those of version {number}: the digest is {digest}, expected "
+                f"{expected}; call mark_stale() when the trainers have stepped"
+            )
             self._on_broke(Broke(message, why))
         else:
             self.task, self.done = None, (message, digest)

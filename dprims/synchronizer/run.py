@@ -24,6 +24,7 @@ from ..exceptions import (
     RefitError,
     RefitTimeout,
     StaleLeader,
+    TornWeights,
     TransferCorrupt,
 )
 from ..membership import RefitMembership
@@ -53,7 +54,7 @@ from .protocol import (
     next_key,
 )
 from .settle import _settle_before_propagating
-from .shell import why
+from .shell import is_first_hand, why
 from .transfer import TransferStats
 
 if TYPE_CHECKING:
@@ -227,7 +228,10 @@ class Run:
 
     def _condemn(self, action: Condemn) -> None:
         """Fence a shard: its entries go now, and after their ttl it surely knows."""
-        log.warning("shard %d is condemned: its ranks leave the roster", action.shard)
+        errors = [self._errors[seat] for seat, _ in action.entries if seat in self._errors]
+        told = [why(error) for error in errors if is_first_hand(error)]
+        said = f" ({'; '.join(told)})" if told else ""
+        log.warning("shard %d is condemned%s: its ranks leave the roster", action.shard, said)
         for seat, _ in action.entries:
             self.sync.journal.mark(seat, "condemned")
         self._fenced.update(seat for seat, _ in action.entries)  # that they go is no news
@@ -322,25 +326,46 @@ class Run:
         What the others report follows from that: that they were aborted, lost a peer, or waited in vain.
         """
         where = f"epoch {self.leader.epoch}, version {self._number}"
-        found = [error for error in self._errors.values() if not isinstance(error, RefitAborted | PeerLost)]
         seat, first = next(
             ((seat, error) for seat, error in self._errors.items() if is_first_hand(error)), (-1, None)
         )
         if cause.what in ("quorum", "refused", "stale"):
-            failure: BaseException = _ERRORS[cause.what](cause.why)
+            failure: BaseException = _ERRORS[cause.what](cause.why + self._of_each_shard(cause))
         elif isinstance(first, DprimsError):
             return first
-        elif self._lost:
-            who = "; ".join(f"seat {seat}: {why}" for seat, why in sorted(self._lost.items()))
-            failure = PeerLost(f"{where}: {who}")
-        elif first is not None:
-            failure = RefitAborted(f"{where}: {self.sync.name_of(seat)}: {why(first)}")
         else:
-            silent = f"; seats {self._silent} never answered" if self._silent else ""
-            kind = RefitTimeout if found else _ERRORS.get(cause.what, RefitAborted)
-            failure = kind(f"{where}: {found[0] if found else cause.why}{silent}")
-        failure.__cause__ = first or next(iter(self._errors.values()), None)
+            failure = self._as_torn(self._unless_known(where, seat, first, cause))
+        failure.__cause__ = failure.__cause__ or first or next(iter(self._errors.values()), None)
         return failure
+
+    def _unless_known(
+        self, where: str, seat: int, first: BaseException | None, cause: Cause
+    ) -> BaseException:
+        """The failure where no rank has an error of ours to show for it."""
+        if self._lost:
+            who = "; ".join(f"seat {seat}: {why}" for seat, why in sorted(self._lost.items()))
+            return PeerLost(f"{where}: {who}")
+        if first is not None:
+            return RefitAborted(f"{where}: {self.sync.name_of(seat)}: {why(first)}")
+        late = [error for error in self._errors.values() if isinstance(error, RefitTimeout)]
+        silent = f"; seats {self._silent} never answered" if self._silent else ""
+        kind = RefitTimeout if late else _ERRORS.get(cause.what, RefitAborted)
+        return kind(f"{where}: {late[0] if late else cause.why}{silent}")
+
+    def _of_each_shard(self, cause: Cause) -> str:
+        """What became of the shards, where too few are left."""
+        told = self.left_behind() if cause.what == "quorum" else {}
+        return "".join(f"; shard {shard}: {said}" for shard, said in told.items())
+
+    def _as_torn(self, failure: BaseException) -> BaseException:
+        """The failure, or, where it left weights that were received in place half way, TornWeights of it."""
+        torn = sorted(seat for seat, error in self._errors.items() if isinstance(error, TornWeights))
+        if not torn:
+            return failure
+        seats = f"seat {torn[0]} holds" if len(torn) == 1 else f"seats {torn} hold"
+        wrapped = TornWeights(f"{why(failure)}; {seats} a mixture of versions until a refit succeeds")
+        wrapped.__cause__ = failure
+        return wrapped
 
     def left_behind(self) -> dict[int, str]:
         """The shards that took part and did not come to serve the version, with the reason of each."""
@@ -358,11 +383,6 @@ class Run:
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._mark
         self.sync.journal.stepped(_as_step(phase, self.leader.build), self._mark, now)
         self._mark = now
-
-
-def is_first_hand(error: BaseException) -> bool:
-    """Whether a rank found this by itself: not that it was aborted, lost a peer, or waited in vain."""
-    return not isinstance(error, RefitAborted | PeerLost | RefitTimeout)
 
 
 def _as_step(kind: str, build: int) -> str:

@@ -19,7 +19,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..backend import Backend, connect
-from ..exceptions import BackendError, DprimsError, RefitError
+from ..exceptions import (
+    BackendError,
+    DprimsError,
+    PeerLost,
+    RefitAborted,
+    RefitError,
+    RefitTimeout,
+    TornWeights,
+)
 from ..roster import Roster
 from .calls import RankInfo, RefitAnswer, RefitCall, RefitSite
 from .clocks import Times, this_clock
@@ -330,3 +338,10 @@ class MemberShell(ABC):
 def why(error: BaseException) -> str:
     """An error in one line, with its type."""
     return f"{type(error).__name__}: {error}"
+
+
+def is_first_hand(error: BaseException) -> bool:
+    """Whether a rank found this by itself: not that it was aborted, lost a peer, or waited in vain."""
+    if isinstance(error, TornWeights):
+        return error.first_hand
+    return not isinstance(error, RefitAborted | PeerLost | RefitTimeout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from ..exceptions import RefitError
+from ..exceptions import HandshakeMismatch, RefitError
 from .calls import RankInfo
 from .plan import Plan, TensorMeta
 
@@ -55,6 +55,7 @@ class Stages:
         wanted = (tuple(self._metas[seat][0] for seat in self.heads), tuple(sorted(kv_scales)))
         if wanted == self._planned_for:
             return
+        self._refuse_twice()
         size = self._bucket_bytes or BUCKET_BYTES[self._device]
         last = len(self.heads) - 1
         self.plans = tuple(
@@ -64,6 +65,18 @@ class Stages:
             for stage, seat in enumerate(self.heads)
         )
         self._planned_for = wanted
+
+    def _refuse_twice(self) -> None:
+        """Raise HandshakeMismatch for a name of two stages: a receiver would keep whichever comes last."""
+        sender: dict[str, tuple[int, TensorMeta]] = {}
+        for stage, seat in enumerate(self.heads):
+            for meta in self._metas[seat][1]:
+                first, known = sender.setdefault(meta.name, (stage, meta))
+                if first != stage:
+                    raise HandshakeMismatch(
+                        f"stage {first} sends {known}, and stage {stage} sends {meta}: a name is one "
+                        "tensor's in the whole model, so layers are numbered through all stages"
+                    )
 
     def to_send(self, *, again: bool = False) -> tuple[bytes, ...] | None:
         """The plans where the ranks do not have them yet, or *again*; else None."""

@@ -21,7 +21,7 @@ from .interfaces import WeightSink, WeightSource
 from .plan import Plan, TensorMeta
 from .protocol import Broke, Cancel, Drop, Message, Performed
 from .rendezvous import join_store
-from .shell import MemberShell, why
+from .shell import MemberShell, is_first_hand, why
 from .transfer import TransferStats, lacks_memory, participate, receive, send
 
 if TYPE_CHECKING:
@@ -332,7 +332,9 @@ class WeightReceiver(_Worker):
         except BaseException as error:
             self.sink.rollback()
             if getattr(self.sink, "torn", False):
-                raise TornWeights(f"seat {self.seat}: an in-place receive was cut: {why(error)}") from error
+                torn = TornWeights(f"seat {self.seat}: an in-place receive was cut: {why(error)}")
+                torn.first_hand = is_first_hand(error)
+                raise torn from error
             raise
         contents = [stats[stage].content for stage in sorted(stats)]
         return hashlib.sha256("".join(contents).encode()).hexdigest() if all(contents) else ""
