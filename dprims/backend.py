@@ -263,6 +263,7 @@ class Backend(ABC):
 
     def write_once(self, key: str, value: bytes) -> bytes:
         """Write a cell that nobody has written yet; return what stands, which is *value* if we won."""
+        _check_cell(key, value)
         stands = self.compare_and_set(key, None, value)
         if stands is None:
             raise BackendMisconfigured(f"{self!r}: compare_and_set on {key!r} returned nothing")
@@ -272,8 +273,9 @@ class Backend(ABC):
         """Write a cell that remembers the highest token that wrote it.
 
         Returns the token that stands afterwards: *token* when the write took place, a higher one
-        when it was refused.
+        when it was refused. Nothing is raised then: compare.
         """
+        _check_cell(key, value, token)
         new = b"%d:" % token + value
         stands = self.get(key)
         while True:
@@ -292,6 +294,7 @@ class Backend(ABC):
         Returns the token that stands afterwards, higher than *token* when that was refused, and the
         value, empty where none was ever written.
         """
+        _check_cell(key, b"", token)
         stands = self.get(key)
         while True:
             head, _, value = (stands or b"0:").partition(b":")
@@ -325,6 +328,15 @@ def check_name(what: str, name: str) -> str:
             "(spaces and slashes may be used)"
         )
     return name
+
+
+def _check_cell(key: str, value: bytes, token: int = 0) -> None:
+    """Refuse a key or value that no backend could keep, and a token that could not be compared."""
+    check_name("cell key", key)
+    if not isinstance(value, bytes):
+        raise BackendMisconfigured(f"cell {key!r}: value is a {type(value).__name__}; expected bytes")
+    if type(token) is not int:
+        raise BackendMisconfigured(f"cell {key!r}: token is {token!r}; expected the int of a grant")
 
 
 def connect(url: str, **options: Any) -> Backend:
