@@ -28,10 +28,10 @@ def resolve(world_size: object, degrees: Mapping[str, object]) -> dict[str, int]
     `degrees` maps the five axes, ``ep`` and ``etp`` to what the caller gave. Raises LayoutError, which
     names the axis, the value and the nearest sizes that would work.
     """
-    world = _integer(world_size)
+    world = integer(world_size)
     if world is None or world < 1:
-        raise LayoutError(f"world_size={_shown(world_size)}: the number of ranks is an integer >= 1")
-    unknown = [axis for axis, value in degrees.items() if _integer(value) == INFER]
+        raise LayoutError(f"world_size={shown(world_size)}: the number of ranks is an integer >= 1")
+    unknown = [axis for axis, value in degrees.items() if integer(value) == INFER]
     if len(unknown) > 1:
         raise LayoutError(
             f"{' and '.join(f'{axis}=-1' for axis in unknown)}: only one degree can be inferred"
@@ -51,7 +51,7 @@ def expert_axes(tp: int, etp: int) -> tuple[str, ...]:
 
 def nearest(value: object, candidates: Iterable[int], count: int = 3) -> str:
     """Return the candidates nearest to `value`, smallest first, as text."""
-    target = _integer(value) or 1
+    target = integer(value) or 1
     chosen = sorted(sorted(candidates, key=lambda size: (abs(size - target), size))[:count])
     return ", ".join(map(str, chosen)) or "none"
 
@@ -62,7 +62,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // size for size in low)})
 
 
-def _integer(value: object) -> int | None:
+def integer(value: object) -> int | None:
     """Return `value` as an int, or None when it is no integer; True, 2.0 and "2" are none."""
     if isinstance(value, bool):
         return None
@@ -72,13 +72,14 @@ def _integer(value: object) -> int | None:
         return None
 
 
-def _shown(value: object) -> str:
-    return repr(value) if _integer(value) is not None else f"{value!r} ({type(value).__name__})"
+def shown(value: object) -> str:
+    """Return a value as errors show it: with its type, where that is the trouble."""
+    return repr(value) if integer(value) is not None else f"{value!r} ({type(value).__name__})"
 
 
 def _dense_degrees(world: int, degrees: Mapping[str, object]) -> dict[str, int]:
     """Return the degrees of the five axes, -1 among them; LayoutError naming all that are none."""
-    values = {axis: _integer(degrees[axis]) for axis in AXES}
+    values = {axis: integer(degrees[axis]) for axis in AXES}
     sound = {
         axis: value for axis, value in values.items() if value is not None and (value >= 1 or value == INFER)
     }
@@ -88,7 +89,7 @@ def _dense_degrees(world: int, degrees: Mapping[str, object]) -> dict[str, int]:
     others = [value for value in sound.values() if value != INFER]
     fitting = _fitting(world, others, exact=len(others) == len(AXES) - 1)
     raise LayoutError(
-        f"{', '.join(f'{axis}={_shown(degrees[axis])}' for axis in bad)}: {_RULE}; sizes that work in "
+        f"{', '.join(f'{axis}={shown(degrees[axis])}' for axis in bad)}: {_RULE}; sizes that work in "
         f"world_size={world}: {'; '.join(f'{axis}={nearest(values[axis], fitting)}' for axis in bad)}"
     )
 
@@ -141,25 +142,25 @@ def _alternatives(world: int, sizes: Mapping[str, int], *, exact: bool) -> str:
 
 
 def _expert_tensor_degree(given: object, tp: int) -> int:
-    value = _integer(given)
+    value = integer(given)
     if value in (1, tp):
         return value
     sizes = "1" if tp == 1 else f"1, {tp}"
     raise LayoutError(
-        f"etp={_shown(given)}: experts are split like tp={tp} or not at all; sizes that work: {sizes}"
+        f"etp={shown(given)}: experts are split like tp={tp} or not at all; sizes that work: {sizes}"
     )
 
 
 def _expert_degree(given: object, etp: int, dense: Mapping[str, int]) -> int:
     borrowed = {axis: dense[axis] for axis in expert_axes(dense["tp"], etp)}
     region = prod(borrowed.values())
-    value = _integer(given)
+    value = integer(given)
     if value == INFER:
         return region
     if value is not None and value >= 1 and region % value == 0:
         return value
     reason = "does not divide them" if value is not None and value >= 1 else _RULE
     raise LayoutError(
-        f"ep={_shown(given)}: {reason}; with etp={etp} experts borrow {'*'.join(borrowed)}={region} ranks, "
+        f"ep={shown(given)}: {reason}; with etp={etp} experts borrow {'*'.join(borrowed)}={region} ranks, "
         f"nearest sizes that work: {nearest(value, divisors(region))}"
     )

@@ -14,7 +14,7 @@ from math import prod
 from operator import index
 
 from . import _layout_digits as digits
-from ._layout_degrees import AXES, divisors, expert_axes, nearest, resolve
+from ._layout_degrees import AXES, divisors, expert_axes, integer, nearest, resolve, shown
 from .exceptions import LayoutError
 
 TYPE_CHECKING = False
@@ -263,9 +263,12 @@ class ParallelLayout:
             if axis not in AXES:
                 raise LayoutError(f"no axis {axis!r}: {', '.join(self.order)}")
             size = getattr(self, axis)
-            if isinstance(position, bool) or not 0 <= index(position) < size:
+            found = integer(position)
+            if found is None:
+                raise LayoutError(f"{axis}={shown(position)}: a position is an integer, 0 to {size - 1}")
+            if not 0 <= found < size:
                 raise LayoutError(f"{axis}={position!r} is outside the axis: 0 to {size - 1}")
-            rank += position * self._strides[axis]
+            rank += found * self._strides[axis]
         return rank
 
     # -- pipeline and data parallel rules --------------------------------------------------------------
@@ -319,6 +322,8 @@ class ParallelLayout:
     def require_divisible(self, what: str, value: int, by: str) -> int:
         """Return `value` over the size of the group `by`; LayoutError, naming `what`, unless it divides."""
         size = self.size(by)
+        if integer(value) is None:
+            raise LayoutError(f"{what}={shown(value)}: an integer is expected, to be divided by {by}={size}")
         if value % size:
             raise LayoutError(
                 f"{what}={value} is not divisible by {by}={size}; sizes of {by} that work: "
@@ -381,9 +386,12 @@ class ParallelLayout:
     # -- digits ----------------------------------------------------------------------------------------
 
     def _rank(self, rank: int) -> int:
-        if isinstance(rank, bool) or not 0 <= index(rank) < self.world_size:
+        found = integer(rank)
+        if found is None:
+            raise LayoutError(f"rank {shown(rank)}: a rank is an integer, 0 to {self.world_size - 1}")
+        if not 0 <= found < self.world_size:
             raise LayoutError(f"rank {rank!r} is outside the layout: 0 to {self.world_size - 1}")
-        return index(rank)
+        return found
 
     def _axis_digits(self, axes: Iterable[str]) -> Digits:
         """Return the digits of these axes, neighbours merged into one."""

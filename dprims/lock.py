@@ -177,6 +177,10 @@ class DistributedLock:
         self.name = check_name("lock name", name)
         self._full_name = check_name("lock name", f"{check_name('namespace', namespace)}/{name}")
         self.timeout = _check_timeout(timeout)
+        if on_lost is not None and not callable(on_lost):
+            raise BackendMisconfigured(
+                f"lock {name!r}: on_lost is {on_lost!r}; expected None or a function that takes the grant"
+            )
         self.backend = resolve(backend)
         self.ttl = _raise_ttl(ttl, self.backend.guarantees.min_ttl, name)
         self.on_lost = on_lost

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 from itertools import product
@@ -192,12 +193,23 @@ def test_a_rank_has_to_be_in_the_layout(rank: int) -> None:
             ask()
 
 
+@pytest.mark.parametrize("rank", ["5", "tp", None, 5.0, True])
+def test_a_rank_that_is_no_number_is_named_with_its_type(rank: Any) -> None:
+    layout = ParallelLayout(world_size=8, tp=8)
+    expected = re.escape(f"rank {rank!r} ({type(rank).__name__}): a rank is an integer, 0 to 7")
+    for ask in (lambda: layout.group_of(rank, "tp"), lambda: layout.coordinates(rank)):
+        with pytest.raises(LayoutError, match=expected):
+            ask()
+
+
 def test_coordinates_outside_an_axis() -> None:
     layout = ParallelLayout(world_size=8, pp=2, tp=4)
     assert layout.rank_at(pp=1) == 4
     for wrong in ({"pp": 2}, {"tp": -1}, {"dp_shard": 1}, {"tp": True}, {"ep": 0}):
         with pytest.raises(LayoutError, match=next(iter(wrong))):
             layout.rank_at(**wrong)
+    with pytest.raises(LayoutError, match=r"tp='1' \(str\): a position is an integer, 0 to 3"):
+        layout.rank_at(tp="1")  # type: ignore[arg-type]
 
 
 def test_another_order_moves_every_group() -> None:
@@ -272,6 +284,9 @@ def test_divisibility_is_named_with_sizes_that_work() -> None:
         layout.require_divisible("num_key_value_heads", 6, by="tp")
     with pytest.raises(LayoutError, match="layers=40 is not divisible by pp=3"):
         layout.require_divisible("layers", 40, by="pp")
+    for wrong in ("8", 8.0, None):
+        with pytest.raises(LayoutError, match=r"heads=.* \(\w+\): an integer is expected"):
+            layout.require_divisible("heads", wrong, by="tp")  # type: ignore[arg-type]
 
 
 def test_tied_weights_are_refused_across_stages_only() -> None:

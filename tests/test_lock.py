@@ -474,6 +474,12 @@ def test_timeouts_that_make_no_sense(bad: Any) -> None:
         DistributedLock("a", "memory://timeouts").acquire(timeout=bad)
 
 
+@pytest.mark.parametrize("bad", [3, "stop", []])
+def test_what_cannot_be_called_when_a_lock_is_lost(bad: Any) -> None:
+    with pytest.raises(BackendMisconfigured, match=r"lock 'a': on_lost is .*; expected None or a function"):
+        DistributedLock("a", "memory://on-lost", on_lost=bad)
+
+
 def test_payloads_that_cannot_travel() -> None:
     for bad in (object(), "x" * 20_000):
         lock = DistributedLock("a", "memory://payloads", payload=bad)
@@ -500,6 +506,32 @@ def test_the_backend_may_come_from_the_environment(monkeypatch: pytest.MonkeyPat
 def test_backends_that_are_none(bad: object) -> None:
     with pytest.raises(BackendMisconfigured):
         DistributedLock("a", bad)
+
+
+# -- cells ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "token", "said"),
+    [
+        ("k", "text", 1, "cell 'k': value is a str; expected bytes"),
+        ("k", b"v", "1", "cell 'k': token is '1'; expected the int"),
+        ("k", b"v", None, "cell 'k': token is None; expected the int"),
+        ("k", b"v", True, "cell 'k': token is True; expected the int"),
+        (7, b"v", 1, "cell key is 7, a int; expected text"),
+    ],
+)
+def test_what_no_cell_could_keep_is_refused(key: Any, value: Any, token: Any, said: str) -> None:
+    with dprims.connect("memory://cells") as backend:
+        with pytest.raises(BackendMisconfigured, match=said):
+            backend.write_fenced(key, value, token)
+        if value == b"v":
+            with pytest.raises(BackendMisconfigured, match=said):
+                backend.raise_fence(key, token)
+        if type(token) is int:
+            with pytest.raises(BackendMisconfigured, match=said):
+                backend.write_once(key, value)
+        assert backend.get("k") is None
 
 
 # -- in general -------------------------------------------------------------------------------------
@@ -572,6 +604,12 @@ def test_heartbeats_leave_the_sequence_of_the_global_random_alone(
         until(lambda: time.monotonic() >= start + 1.5 * service.ttl, "a time that only beats outlive")
         grant.check()
         assert random.getstate() == before
+
+
+@pytest.mark.parametrize("url", ["foo://", "foo://x"])
+def test_a_scheme_that_nobody_knows_is_named(url: str) -> None:
+    with pytest.raises(BackendMisconfigured, match="backend scheme is 'foo'; expected one of etcd"):
+        dprims.connect(url)
 
 
 @pytest.mark.parametrize("scheme", ["tcpstore", "redis", "rediss", "etcd", "etcds"])
