@@ -210,9 +210,7 @@ class Tickets:
         """
         asked = yield CLOCK
         entries = yield from self._entries(name, head.number, last - 1)
-        sessions = sorted({entry.session for entry in entries.values() if entry is not None})
-        counters = yield from self._read([f"beat/{session}" for session in sessions])
-        beats = dict(zip(sessions, counters, strict=True))
+        beats = yield from self._beats(entry for entry in entries.values() if entry is not None)
         now = yield CLOCK
         before = self._sights.get(name, {})
         sights: dict[int, Sight] = {}
@@ -263,11 +261,11 @@ class Tickets:
         """
         asked = yield CLOCK
         count = int((yield from self._peek("names")) or 0)
-        found = yield from self._read([f"name/{i}" for i in range(1, count + 1)])
+        found = yield from self._read_lasting([f"name/{i}" for i in range(1, count + 1)])
         names = sorted({text.decode() for text in found if text is not None})
         names = [name for name in names if name.startswith(prefix)]
-        heads = yield from self._read([f"head/{name}" for name in names])
-        lasts = yield from self._read([f"next/{name}" for name in names])
+        heads = yield from self._read_lasting([f"head/{name}" for name in names])
+        lasts = yield from self._read_lasting([f"next/{name}" for name in names])
         holders: list[tuple[str, int, Entry]] = []
         for name, text, last in zip(names, heads, lasts, strict=True):
             if text is None or last is None or (number := Head.parse(text).number) > int(last):
@@ -275,10 +273,11 @@ class Tickets:
             entry = (yield from self._entries(name, number, number)).get(number)
             if entry is not None:
                 holders.append((name, number, entry))
-        beats = yield from self._read([f"beat/{entry.session}" for _, _, entry in holders])
+        beats = yield from self._beats(entry for _, _, entry in holders)
         now = yield CLOCK
         live = []
-        for (name, number, entry), beat in zip(holders, beats, strict=True):
+        for name, number, entry in holders:
+            beat = beats[entry.session]
             before, seen = self._holders.get(name, (0, None))
             if seen is None or before != number or (seen.entry, seen.beat) != (entry, beat):
                 seen = Sight(entry, beat, now, came=seen is not None)
@@ -348,8 +347,18 @@ class Tickets:
         value: bytes = yield "compare_set", key, _ABSENT, _ABSENT
         return None if value == _ABSENT else value
 
-    def _read(self, keys: Sequence[str]) -> Steps[list[bytes | None]]:
-        """Read many keys; two operations when all are there, as they mostly are."""
+    def _beats(self, entries: Iterable[Entry]) -> Steps[dict[str, bytes | None]]:
+        """The counter of each session in *entries*, one by one: a session that ends deletes its own."""
+        beats = {}
+        for session in sorted({entry.session for entry in entries}):
+            beats[session] = yield from self._peek(f"beat/{session}")
+        return beats
+
+    def _read_lasting(self, keys: Sequence[str]) -> Steps[list[bytes | None]]:
+        """Read many keys; two operations when all are there, as they mostly are.
+
+        Only for keys that nobody ever deletes: multi_get waits for one that has gone since it was checked.
+        """
         if keys and (yield "check", list(keys)):
             return list((yield "multi_get", list(keys)))
         values = []

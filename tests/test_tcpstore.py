@@ -359,6 +359,36 @@ def test_a_connection_that_breaks_at_any_operation(
             pass
 
 
+@pytest.mark.parametrize("look", ["held", "beat"])
+def test_a_session_that_ends_while_another_looks_holds_nobody_up(
+    counted: tuple[Any, list[Counted]], served: dprims.Backend, name: str, look: str
+) -> None:
+    """It ends after each operation of the other's look in turn, and takes its counter with it."""
+    backend, stores = counted
+    left = -1
+
+    def hook(_: str) -> Callable[[], None] | None:
+        nonlocal left
+        left -= 1
+        return holder.close if left == 0 else None
+
+    for position in range(1, 13):
+        with dprims.connect(served.url) as holder:
+            mine, queue = len(stores) - 1, f"{name}/{position}"
+            holder.enqueue(queue, 60, b"{}")
+            waiter = backend.enqueue(queue, 60, b"{}")
+            for store in stores[:mine]:
+                store.hook = hook
+            left, started = position, time.monotonic()
+            if look == "held":
+                backend.held(queue)
+            else:
+                backend.beat([waiter], LIMIT_S)
+            left = -1
+            assert time.monotonic() - started < 4, f"operation {position} waited for the session that ended"
+            backend.leave(waiter)
+
+
 def test_every_connection_of_a_holder_cut_once(
     served: dprims.Backend, counted: tuple[Any, list[Counted]], name: str
 ) -> None:
