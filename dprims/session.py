@@ -14,11 +14,10 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 from . import metrics
 from .backend import Backend, Ticket
-from .exceptions import BackendError
+from .exceptions import BackendError, BackendUnavailable
 
 log = logging.getLogger("dprims.session")
 
@@ -26,6 +25,15 @@ _jitter = random.Random()  # of our own: who seeds the global one counts on its 
 
 IDLE_S = 5.0
 """How long the heartbeat thread outlives the last ticket."""
+
+MAX_PAUSE_S = 3600.0
+"""How long the heartbeat thread sleeps at a time: a thread cannot wait for as long as a ttl may be."""
+
+RETRY_S = 1.0
+"""How soon at the latest the heartbeat thread goes on after an error of its own."""
+
+CLOSE_S = 2.0
+"""How long closing gives back tickets one by one; a server that does not answer frees the rest by itself."""
 
 
 class Session:
@@ -76,12 +84,13 @@ class Session:
         # a waiter is looked at once straight away: backends time those ahead of it from then on
         due = now if ticket.token is None else now + _beat_interval(ticket)
         with self._changed:
-            self._tickets[ticket] = on_lost
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._idle, self._due = False, due
-                self._thread = threading.Thread(target=self._run, name="dprims-session", daemon=True)
-                self._thread.start()
-            elif due < self._due:
+                thread = threading.Thread(target=self._run, name="dprims-session", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._tickets[ticket] = on_lost
+            if due < self._due:
                 self._due = due
                 self._changed.notify()
 
@@ -112,23 +121,36 @@ class Session:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                while (pause := self._due - self.backend.clock()) > 0:
-                    self._changed.wait(pause)
-                tickets = list(self._tickets)
-                if not tickets:
-                    if self._idle:
-                        self._thread = None
-                        return
-                    self._idle, self._due = True, self.backend.clock() + IDLE_S
-                    continue
-                self._idle, self._due = False, math.inf
-            wanted = self._beat(tickets)
-            self._report_losses()
-            with self._changed:
-                pause = min((_beat_interval(ticket) for ticket in self._tickets), default=IDLE_S)
-                due = self.backend.clock() + (pause if wanted is None else min(pause, wanted))
-                self._due = min(self._due, due)  # keep() may have asked for an earlier one meanwhile
+            try:
+                if not self._turn():
+                    return
+            except Exception:  # whatever it is, the other locks need their beats
+                log.exception("the heartbeat of %r failed; it goes on", self.backend)
+                with self._changed:
+                    pause = min([RETRY_S, *map(_beat_interval, self._tickets)])
+                    self._due = min(self._due, self.backend.clock() + pause)
+
+    def _turn(self) -> bool:
+        """Wait until a beat is due, then beat once; False when the thread has nothing more to do."""
+        with self._changed:
+            while (pause := self._due - self.backend.clock()) > 0:
+                self._changed.wait(min(pause, MAX_PAUSE_S))
+            tickets = list(self._tickets)
+            if not tickets:
+                if self._idle:
+                    self._thread = None
+                    return False
+                self._idle, self._due = True, self.backend.clock() + IDLE_S
+                return True
+            self._idle, self._due = False, math.inf
+        wanted = self._beat(tickets)
+        told = self._report_losses()
+        with self._changed:
+            pause = min((_beat_interval(ticket) for ticket in self._tickets), default=IDLE_S)
+            due = self.backend.clock() + (pause if wanted is None else min(pause, wanted))
+            due = due if told else min(due, self.backend.clock() + RETRY_S)
+            self._due = min(self._due, due)  # keep() may have asked for an earlier one meanwhile
+        return True
 
     def _beat(self, tickets: list[Ticket]) -> float | None:
         for ticket in tickets:  # a gap longer than the ttl is a loss, whatever the server says now
@@ -150,30 +172,65 @@ class Session:
         _count(self.backend, len(held), ok=False)
         return limit / 4  # again soon: what is held lives until its ttl
 
-    def _report_losses(self) -> None:
+    def _report_losses(self) -> bool:
+        """Call ``on_lost`` of what was lost; False when the process had no thread left for one of them."""
         with self._changed:
             lost = [(t, call) for t, call in self._tickets.items() if t.token is not None and self.lost(t)]
-            for ticket, _ in lost:
-                del self._tickets[ticket]
         for key, ticket in list(self.owners.items()):
             if ticket.gone:
                 self.disown(key, ticket)
         for ticket, call in lost:
+            with self._changed:
+                if ticket not in self._tickets:  # released meanwhile: its owner knows
+                    continue
+                try:
+                    threading.Thread(target=call, name=f"dprims-lost-{ticket.name}", daemon=True).start()
+                except RuntimeError as error:
+                    log.warning("lock %r is lost, and on_lost cannot be called yet: %s", ticket.name, error)
+                    return False
+                del self._tickets[ticket]
             log.warning("lock %r (token %s) is lost", ticket.name, ticket.token)
-            threading.Thread(target=call, name=f"dprims-lost-{ticket.name}", daemon=True).start()
+        return True
 
     def _close(self) -> None:
         with self._changed:
             tickets, self._tickets = list(self._tickets), {}
             self._due, self._idle = 0.0, True
             self._changed.notify()
+        if tickets:
+            self._give_back(tickets)
         for ticket in tickets:
-            with suppress(BackendError):
-                if ticket.held:
-                    self.backend.release(ticket)
-                else:
-                    self.backend.leave(ticket)
             ticket.gone = True
+
+    def _give_back(self, tickets: list[Ticket]) -> None:
+        """Release or leave *tickets* for at most CLOSE_S; what is left ends with the connections or a ttl."""
+        late = threading.Event()
+
+        def give_back() -> None:
+            for ticket in tickets:
+                if late.is_set():
+                    return
+                try:
+                    if ticket.held:
+                        self.backend.release(ticket)
+                    else:
+                        self.backend.leave(ticket)
+                except BackendUnavailable:  # the next one would only wait as long
+                    return
+                except BackendError:
+                    continue
+                except Exception:
+                    log.exception("lock %r was not given back to %r", ticket.name, self.backend)
+
+        # on a thread of its own: a call that has begun takes as long as the backend lets it
+        thread = threading.Thread(target=give_back, name="dprims-close", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process has no thread left, or the interpreter ends
+            give_back()
+            return
+        thread.join(CLOSE_S)
+        late.set()
 
 
 def _count(backend: Backend, held: int, *, ok: bool) -> None:
