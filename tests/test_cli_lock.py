@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,11 +20,13 @@ import pytest
 import dprims
 from dprims.testing.servers import RedisServer
 
-from .helpers.services import until
+from .helpers.services import process_state, until
 
 LIMIT = 60.0
 ROOT = Path(__file__).resolve().parent.parent
 DPRIMS = [sys.executable, "-m", "dprims"]
+SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+BASH = Path("/bin/bash")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
@@ -62,6 +65,9 @@ class Started:
             assert chunk, (self.said, self.process.stderr.read())
             self.said += chunk
 
+    def types(self, text: str) -> None:
+        self.process.stdin.write(text.encode())
+
     def __enter__(self) -> Started:
         return self
 
@@ -82,6 +88,15 @@ def holding(url: str, name: str, script: str, *options: str) -> Started:
     )
     started.until_said(b"go\n")
     return started
+
+
+def shell_on_terminal() -> Started:
+    return Started(sys.executable, "-c", SPAWN, str(BASH), "--norc", "--noprofile", "-i")
+
+
+def stat(pid: int) -> list[str]:
+    """State, parent, group, session, terminal, foreground group of the terminal, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def gone(pid: int) -> bool:
@@ -298,9 +313,8 @@ def test_a_killed_dprims_takes_its_command_along(
 
 
 def test_on_a_terminal_ctrl_c_reaches_the_command_once(redis_server: RedisServer, name: str) -> None:
-    spawn = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
     script = "trap 'echo got' INT; echo go; read line; read line; echo done; exit 3"
-    terminal = [sys.executable, "-c", spawn]
+    terminal = [sys.executable, "-c", SPAWN]
     with Started(
         *terminal, *DPRIMS, "lock", "run", redis_server.url, name, "--", "/bin/sh", "-c", script
     ) as run:
@@ -312,6 +326,94 @@ def test_on_a_terminal_ctrl_c_reaches_the_command_once(redis_server: RedisServer
         status, out, _ = run.end()
     assert status == 3
     assert out.count("got") == 1
+
+
+JOB = """\
+echo pid $$ begun
+read line; echo "got $line"
+read line; echo "got $line"
+exit 3
+"""
+
+
+@pytest.mark.skipif(not BASH.exists(), reason="needs a shell with job control")
+def test_a_background_job_that_reads_has_the_terminal_when_it_is_brought_to_the_front(
+    redis_server: RedisServer, backend: dprims.Backend, name: str, tmp_path: Path
+) -> None:
+    """In the background it is stopped; fg continues it, Ctrl-Z stops it, and fg continues it again."""
+    script = tmp_path / "job.sh"
+    script.write_text(JOB)
+    command = shlex.join([*DPRIMS, "lock", "run", "--ttl", "60", redis_server.url, name, "sh", str(script)])
+    with shell_on_terminal() as shell:
+        shell.types(f"{command} &\n")
+        shell.until_said(b" begun")
+        pid = int(re.findall(rb"pid (\d+) begun", shell.said)[0])
+        until(lambda: process_state(pid) == "T")
+        shell.types("fg\n")
+        until(lambda: process_state(pid) != "T")
+        shell.types("first\n")
+        shell.until_said(b"got first")
+        shell.types("\x1a")
+        shell.until_said(b"Stopped")
+        assert process_state(pid) == "T"
+        shell.types("fg\n")
+        until(lambda: process_state(pid) != "T")
+        shell.types("second\n")
+        shell.until_said(b"got second")
+        shell.types("echo st''atus $?\n")
+        shell.until_said(b"status 3")
+        assert dprims.DistributedLock(name, backend).owner() is None
+        shell.types("exit\n")
+        assert shell.end()[0] == 0
+
+
+@pytest.mark.skipif(not BASH.exists(), reason="needs a shell with job control")
+def test_a_command_stops_and_goes_on_with_dprims(redis_server: RedisServer, name: str) -> None:
+    """Ctrl-Z of what was started in the background and wants no terminal."""
+    script = "echo pid $$ be''gun; while :; do sleep 0.05; done"
+    command = shlex.join([*DPRIMS, "lock", "run", "--ttl", "60", redis_server.url, name, "sh", "-c", script])
+    with shell_on_terminal() as shell:
+        shell.types(f"{command} &\n")
+        shell.until_said(b" begun")
+        pid = int(re.findall(rb"pid (\d+) begun", shell.said)[0])
+        parent, *_, foreground = stat(pid)[1:6]
+        assert parent != foreground
+        shell.types("fg\n")
+        until(lambda: stat(pid)[5] == parent)
+        shell.types("\x1a")
+        shell.until_said(b"Stopped")
+        until(lambda: process_state(pid) == "T")
+        shell.types("bg\n")
+        until(lambda: process_state(pid) != "T")
+        shell.types("kill %1; wait %1; echo st''atus $?\n")
+        shell.until_said(b"status 143")
+        assert gone(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_command_is_ended_by_a_signal(
+    redis_server: RedisServer, name: str, number: signal.Signals
+) -> None:
+    with holding(redis_server.url, name, "echo me $$; kill -STOP $$; sleep 1000") as run:
+        run.until_said(b"me")
+        run.until_said(b"\n")
+        child = int(run.said.split()[-1])
+        until(lambda: process_state(child) == "T")
+        run.process.send_signal(number)
+        assert run.end()[0] == 128 + number
+
+
+def test_a_process_that_is_continued_goes_on_waiting_for_the_lock(
+    redis_server: RedisServer, backend: dprims.Backend, name: str
+) -> None:
+    lock = dprims.DistributedLock(name, backend)
+    with Started(*DPRIMS, "lock", "run", redis_server.url, name, "--", "echo", "ran") as run:
+        with lock:
+            until(lock.waiters)
+            for number, state in ((signal.SIGSTOP, "T"), (signal.SIGCONT, "S")):
+                run.process.send_signal(number)
+                until(lambda state=state: process_state(run.process.pid) == state)
+        assert run.end() == (0, "ran\n", "")
 
 
 def test_a_command_that_cannot_be_started(redis_server: RedisServer, tmp_path: Path, name: str) -> None:

@@ -1,8 +1,9 @@
 """A command that runs while a lock is held, and is ended when the lock is lost.
 
 POSIX. The command gets a process group of its own, so that it ends with all that it started; in the
-foreground of a terminal it stays in ours, where job control and Ctrl-C find it. A watchdog ends it when
-this process is killed, which would otherwise leave it running without the lock.
+foreground of a terminal it stays in ours, where job control and Ctrl-C find it. A group of its own is given
+the terminal when a shell brings this process to the foreground later. A watchdog ends the command when this
+process is killed, which would otherwise leave it running without the lock.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ STATUS_LOST = 75
 
 SLICE_S = 0.1
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
-_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, *_FROM_TERMINAL, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGTERM, signal.SIGHUP, *_FROM_TERMINAL)
+_TOLD_ALREADY = (*_FROM_TERMINAL, signal.SIGCONT)
+_NOTICED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,12 @@ that raised could strike in the middle of a call to the backend, and leave a loc
 
 @contextmanager
 def signals() -> Iterator[Inbox]:
-    """Have signals that would end this process come into an inbox, but for those that are ignored (nohup)."""
+    """Have signals that would end this process, or have continued it, come into an inbox.
+
+    Those that are ignored (nohup) stay so.
+    """
     inbox: Inbox = queue.SimpleQueue()
-    before = {number: signal.getsignal(number) for number in _PASSED_ON}
+    before = {number: signal.getsignal(number) for number in _NOTICED}
     for number, old in before.items():
         if old != signal.SIG_IGN:
             signal.signal(number, lambda number, _: inbox.put(number))
@@ -100,7 +106,7 @@ def _acquire(lock: DistributedLock, inbox: Inbox) -> Grant:
     _aside(acquire)
     stopped = 0
     while isinstance(came := _next(inbox), int):
-        if not stopped:
+        if not stopped and came != signal.SIGCONT:
             stopped = came
             _aside(cancel)
     if stopped:
@@ -140,22 +146,32 @@ def _run(command: Sequence[str], grant: Grant, lost: threading.Event, grace: flo
 
         _aside(lambda: _end_when_lost(everything, lost, ended, grace))
         _aside(until_it_ends)
-        while (number := _next(inbox)) is not None:
-            # the terminal has told the command itself
-            if isinstance(number, int) and not (in_foreground and number in _FROM_TERMINAL):
-                process.send_signal(number)
-        status = process.wait()
+        with _Job(0 if in_foreground else group, process.pid, inbox) as job:
+            while (number := _next(inbox, job.look)) is not None:
+                # the terminal, or the shell, has told the command itself
+                if not isinstance(number, int) or (in_foreground and number in _TOLD_ALREADY):
+                    continue
+                if number == signal.SIGTSTP:
+                    job.stop()
+                elif number == signal.SIGCONT:
+                    job.go_on()
+                else:
+                    process.send_signal(number)
+                if number in _ENDING:  # which a stopped command would not notice
+                    _kill(everything, signal.SIGCONT)
+            status = process.wait()
         ended.set()
         if lost.is_set() and not in_foreground:
             _kill(everything, signal.SIGKILL)  # what the command has left running
     return 128 - status if status < 0 else status
 
 
-def _next(inbox: Inbox) -> int | Grant | BaseException | None:
+def _next(inbox: Inbox, meanwhile: Callable[[], object] = int) -> int | Grant | BaseException | None:
     """What comes next. A signal that strikes as a wait begins is handled when that is over: it is short."""
     while True:
         with suppress(queue.Empty):
             return inbox.get(timeout=SLICE_S)
+        meanwhile()
 
 
 def _aside(work: Callable[[], object]) -> None:
@@ -188,6 +204,9 @@ def _was_lost(grant: Grant) -> bool:
     return False
 
 
+_WATCHDOG = 'trap "" TERM INT HUP QUIT TTIN TTOU TSTP; read -r target && { read -r _; kill -9 "$target"; }'
+
+
 @contextmanager
 def _watchdog() -> Iterator[tuple[int, Callable[[int], object]]]:
     """A process that kills the target it is given when its stdin ends, which is when this process does.
@@ -196,7 +215,7 @@ def _watchdog() -> Iterator[tuple[int, Callable[[int], object]]]:
     """
     reads, writes = os.pipe()
     watchdog = subprocess.Popen(
-        ["/bin/sh", "-c", 'trap "" TERM INT HUP; read -r target && { read -r _; kill -9 "$target"; }'],
+        ["/bin/sh", "-c", _WATCHDOG],
         stdin=reads,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -218,17 +237,94 @@ def _joining(group: int) -> dict[str, Any]:
     return {"preexec_fn": partial(os.setpgid, 0, group)}
 
 
+class _Job:
+    """What a shell does with a job, done to a command in a *group* of its own; nothing for group 0.
+
+    The command has the terminal from when it was stopped for want of it, and this process is in the
+    foreground. It stops with this process, as Ctrl-Z asks, and goes on with it.
+    """
+
+    def __init__(self, group: int, pid: int, inbox: Inbox) -> None:
+        self._group = group
+        self._pid = pid
+        self._inbox = inbox
+        self._given = False
+        self._before = signal.getsignal(signal.SIGTSTP)
+
+    def __enter__(self) -> _Job:
+        self._catch()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._take_back()
+        signal.signal(signal.SIGTSTP, self._before)
+
+    def look(self) -> None:
+        """Give the command the terminal, or stop as it was stopped, if there is cause; called ever again."""
+        if not self._group or not _is_stopped(self._pid):
+            return
+        if self._given:
+            self._take_back()
+            os.kill(0, signal.SIGTSTP)  # which the terminal has sent to the command alone
+        elif _pass_terminal(os.getpgrp(), self._group):
+            self._given = True
+            _kill(-self._group, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Stop the command and this process, until somebody continues this process."""
+        _kill(-self._group, signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        self._catch()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Continue the command, with the terminal if it needs that and this process has it."""
+        self.look()
+        _kill(-self._group, signal.SIGCONT)
+
+    def _catch(self) -> None:
+        if self._group and self._before != signal.SIG_IGN:
+            signal.signal(signal.SIGTSTP, lambda number, _: self._inbox.put(number))
+
+    def _take_back(self) -> None:
+        if self._given:
+            self._given = False
+            _pass_terminal(self._group, os.getpgrp())
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a child of this process is stopped now; never where the system does not say."""
+    if not hasattr(os, "waitid"):
+        return False
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
 def _in_foreground() -> bool:
     """Whether this process is in the foreground of its terminal."""
+    return _pass_terminal(os.getpgrp(), None)
+
+
+def _pass_terminal(source: int, target: int | None) -> bool:
+    """Put *target* (None: nothing) in front of our terminal if *source* is there; whether it is."""
     try:
-        terminal = os.open("/dev/tty", os.O_RDONLY)
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:
         return False
+    # who is in the background may take the terminal only so
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
+        if os.tcgetpgrp(terminal) != source:
+            return False
+        if target is not None:
+            os.tcsetpgrp(terminal, target)
+        return True
     except OSError:
         return False
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(terminal)
 
 
