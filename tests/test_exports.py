@@ -97,6 +97,26 @@ print(*sorted(set(sys.modules) - before))
     assert not loaded & {"asyncio", "grpc", "importlib.metadata", "ray", "redis", "torch", "typer"}
 
 
+def test_without_torch_every_name_says_how_to_get_it() -> None:
+    code = """
+import sys
+from importlib import import_module
+sys.modules["torch"] = None
+import dprims.synchronizer as package
+def load(name):
+    return getattr(package, name) if name in package.__all__ else import_module(name)
+for name in [*package.__all__, "dprims.engines.spmd", "dprims.testing.weights"]:
+    try:
+        load(name)
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    said = ran.stdout.splitlines()
+    assert len(said) >= 10
+    assert set(said) == {"MissingExtra torch is not installed; pip install 'dprims[torch]'"}
+
+
 def _undocumented(value: object) -> list[str]:
     """The public things that *value* defines without a docstring, itself included."""
     name = value.__name__

@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dprims.engines.fleet import indexed
 from dprims.engines.local import LocalGeneration, LocalPolicy
 from dprims.engines.process import WorkerProcess
 from dprims.exceptions import DprimsError, MembershipError, PeerLost
@@ -253,6 +255,53 @@ def test_shards_have_at_least_one_rank(sizes: tuple[int, ...]) -> None:
         LocalGeneration(ToySink, 1, shard_sizes=sizes)
     with pytest.raises(MembershipError):
         LocalPolicy(ToySource, stages=0)
+
+
+@pytest.mark.parametrize("sizes", [2, "2", (True,), (1.0,), (None,)])
+def test_what_is_no_number_of_ranks_is_said(sizes: Any) -> None:
+    with pytest.raises(MembershipError, match=r"shard_sizes is .*; expected one or more sizes"):
+        LocalGeneration(ToySink, 1, shard_sizes=sizes)
+    for number in ("2", 1.0, True, None):
+        with pytest.raises(MembershipError, match=r"stages is .*; expected an int"):
+            LocalPolicy(ToySource, stages=number)  # type: ignore[arg-type]
+        with pytest.raises(MembershipError, match=r"train_world_size is .*; expected an int"):
+            LocalGeneration(ToySink, 1, train_world_size=number)  # type: ignore[arg-type]
+
+
+def test_devices_are_one_for_all_or_one_a_seat() -> None:
+    with pytest.raises(MembershipError, match=r"device is \['cpu'\], which has none for seat 1"):
+        LocalPolicy(ToySource, stages=2, device=["cpu"])
+    with pytest.raises(MembershipError, match="device is 0; expected text"):
+        LocalPolicy(ToySource, device=0)  # type: ignore[arg-type]
+    with pytest.raises(MembershipError, match=r"device is \['cpu'\], which has none for seat 1"):
+        LocalGeneration(ToySink, 1, device=["cpu"])
+
+
+def test_cuda_gets_the_index_that_torch_wants() -> None:
+    assert [indexed("cuda", seat, 2) for seat in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert indexed("cuda") == "cuda:0"
+    assert indexed("cuda", 3, 0) == "cuda:0", "torch says itself that there is none"
+    assert [indexed(device, 1, 2) for device in ("cpu", "cuda:0")] == ["cpu", "cuda:0"]
+
+
+def test_a_rank_that_is_not_there_is_said() -> None:
+    policy = LocalPolicy(ToySource)
+    try:
+        for rank in (5, -1, "0", None):
+            for act in (partial(policy.call, rank, "step"), partial(policy.process, rank)):  # type: ignore[arg-type]
+                with pytest.raises(MembershipError, match=r"rank is .*; there are ranks 0\.\.0"):
+                    act()
+            with pytest.raises(MembershipError, match="there are ranks"):
+                policy.restart(rank)  # type: ignore[arg-type]
+    finally:
+        policy.close()
+    assert policy.closed
+    generation = LocalGeneration(ToySink, 1)
+    try:
+        with pytest.raises(MembershipError, match=r"worker is 1; there are workers 0\.\.0"):
+            generation.call(0, "history", worker=1)
+    finally:
+        generation.close()
 
 
 def test_a_restarted_shard_is_a_new_process() -> None:

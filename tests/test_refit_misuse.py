@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from dprims.exceptions import DprimsError, MembershipError, RefitAborted, RefitError
+from dprims.backend import connect
+from dprims.engines.local import LocalGeneration, LocalPolicy
+from dprims.exceptions import BackendMisconfigured, DprimsError, MembershipError, RefitAborted, RefitError
 from dprims.synchronizer import CollectiveWeightSynchronizer
 from dprims.testing.threads import ThreadGeneration, ThreadPolicy
 from dprims.testing.weights import ToySink, ToySource
@@ -141,6 +144,116 @@ def test_scales_are_finite_numbers_by_name(fleet: Fleet, scales: Any) -> None:
 def test_a_setting_that_cannot_work_is_refused_at_once(option: dict[str, Any]) -> None:
     with pytest.raises(DprimsError, match=next(iter(option))):
         CollectiveWeightSynchronizer(None, None, **option)  # type: ignore[arg-type]
+
+
+def test_more_shards_are_not_asked_for_than_there_are(fleet: Fleet) -> None:
+    with pytest.raises(RefitError, match="min_shards is 3; the generation has 2 shards"):
+        CollectiveWeightSynchronizer(fleet.policy, fleet.generation, min_shards=3)
+
+
+@pytest.mark.parametrize("url", ["foo://x", "redis", ""])
+def test_a_url_that_names_no_backend_is_refused_at_once(fleet: Fleet, url: str) -> None:
+    with pytest.raises(BackendMisconfigured, match="backend URL is"):
+        CollectiveWeightSynchronizer(fleet.policy, fleet.generation, backend=url)
+
+
+def test_each_side_is_what_it_is_to_be(fleet: Fleet) -> None:
+    policy: Any = fleet.policy
+    generation: Any = fleet.generation
+    with pytest.raises(RefitError, match="policy is a ThreadGeneration, which has no broadcast_weights_for_"):
+        CollectiveWeightSynchronizer(generation, policy)
+    with pytest.raises(RefitError, match="policy is a NoneType, which has no prepare_refit_info"):
+        CollectiveWeightSynchronizer(None, generation).init_communicator()  # type: ignore[arg-type]
+    with pytest.raises(RefitError, match="generation is a ThreadPolicy, which has no update_weights_from_"):
+        CollectiveWeightSynchronizer(policy, policy)
+
+
+def test_a_refit_asks_a_function_who_is_absent(fleet: Fleet) -> None:
+    with pytest.raises(RefitError, match=r"absent_shards is \[9\]; expected something to call"):
+        fleet.sync.refit([9])  # type: ignore[arg-type]
+
+
+def test_what_a_new_try_cannot_mend_is_raised_at_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        inside.set()
+        leave.wait(LIMIT_S)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.generation.sinks[0], "pause", pause)
+        running = threading.Thread(target=fleet.sync.sync_weights)
+        running.start()
+        try:
+            assert inside.wait(LIMIT_S)
+            with pytest.raises(RefitError, match="refit was called while another thread drives"):
+                fleet.sync.refit()
+        finally:
+            leave.set()
+            running.join(LIMIT_S)
+    fleet.sync.shutdown()
+    with pytest.raises(RefitError, match="call init_communicator first"):
+        fleet.sync.refit()
+    assert "tries are left" not in caplog.text
+
+
+def test_a_closed_side_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    policy, generation = LocalPolicy(ToySource), LocalGeneration(ToySink, 1)
+    sync = CollectiveWeightSynchronizer(policy, generation, roster_ttl_s=1.0)
+    try:
+        sync.init_communicator()
+        sync.refit()
+        generation.close()
+        with pytest.raises(RefitError, match="the generation, a LocalGeneration, has been closed"):
+            sync.refit()
+        generation.restart(0)
+        assert sync.refit().members == (0,)
+        policy.close()
+        with pytest.raises(RefitError, match="the policy, a LocalPolicy, has been closed"):
+            sync.refit()
+    finally:
+        sync.shutdown()
+        generation.close()
+        policy.close()
+    assert "tries are left" not in caplog.text
+    with pytest.raises(RefitError, match="has been closed"):
+        sync.init_communicator()
+
+
+@pytest.mark.parametrize("counted", [1, 3])
+def test_the_generation_counts_the_trainers_that_there_are(counted: int) -> None:
+    policy = LocalPolicy(ToySource, stages=2)
+    generation = LocalGeneration(ToySink, 2, shard_sizes=(1, 1), train_world_size=counted)
+    sync = CollectiveWeightSynchronizer(policy, generation)
+    try:
+        said = f"counts {counted} trainer ranks, the policy has 2: give the generation train_world_size=2"
+        with pytest.raises(MembershipError, match=said):
+            sync.init_communicator()
+        assert sync.rendezvous is None, "nothing was begun"
+    finally:
+        sync.shutdown()
+        generation.close()
+        policy.close()
+
+
+@pytest.mark.parametrize("given", ["URL", "Backend"])
+def test_a_backend_that_other_processes_do_not_see_is_refused_where_ranks_are_in_some(given: str) -> None:
+    policy, generation = LocalPolicy(ToySource), LocalGeneration(ToySink, 1)
+    url = f"memory://{uuid.uuid4().hex}"
+    with connect(url) as backend:
+        sync = CollectiveWeightSynchronizer(
+            policy, generation, backend=url if given == "URL" else backend, roster_ttl_s=1.0
+        )
+        try:
+            with pytest.raises(BackendMisconfigured, match=f"{url}', which is seen by the threads of one"):
+                sync.init_communicator()
+            assert sync.rendezvous is None, "nothing was begun"
+        finally:
+            sync.shutdown()
+            generation.close()
+            policy.close()
 
 
 def test_a_second_controller_with_a_store_of_its_own_is_told_of(

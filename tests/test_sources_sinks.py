@@ -74,6 +74,24 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DictSource(Model(0)), "DictSource was given a Model; expected a mapping"),
+        (lambda: DictSource({"a": 3}), "DictSource was given a int as 'a'; expected name -> tensor"),
+        (lambda: DictSink(Model(0)), "DictSink was given a Model; expected a mapping"),
+        (lambda: DictSink({"a": None}), "DictSink was given a NoneType as 'a'"),
+        (lambda: ModuleSource({}), "ModuleSource was given a dict; expected a torch.nn.Module"),
+        (lambda: ModuleSink({}), "ModuleSink was given a dict; expected a torch.nn.Module"),
+        (lambda: ModuleSink(Model(0), names={}), "ModuleSink: names is a dict; expected a function"),
+        (lambda: LoadWeightsSink(3, device="cpu"), "LoadWeightsSink was given 3; expected the engine's"),
+    ],
+)
+def test_what_has_no_weights_is_refused_at_once(make: Any, said: str) -> None:
+    with pytest.raises(RefitError, match=said):
+        make()
+
+
 def test_a_dict_says_what_it_holds() -> None:
     shared = torch.zeros(4, 2)
     source = DictSource(

@@ -25,6 +25,7 @@ from dprims.engines import letters
 from dprims.engines.mailbox import PART_BYTES, Channel, Letterbox, Post, done, mailbox_name
 from dprims.engines.spmd import SpmdReceiver, SpmdRefit
 from dprims.exceptions import (
+    BackendMisconfigured,
     BelowQuorum,
     HandshakeMismatch,
     MembershipError,
@@ -284,27 +285,33 @@ class Fleet:
 
 @contextlib.contextmanager
 def running(sizes: tuple[int, ...] = (1, 2), width: int = 32, url: str = "") -> Iterator[Fleet]:
-    fleet = Fleet(url or f"memory://{uuid.uuid4().hex}", sizes, width)
-    try:
-        fleet.start()
-        yield fleet
-    finally:
-        fleet.close()
+    with served() if not url else contextlib.nullcontext(url) as shared:
+        fleet = Fleet(shared, sizes, width)
+        try:
+            fleet.start()
+            yield fleet
+        finally:
+            fleet.close()
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """The URL of a store that this process serves."""
+    with connect("tcpstore://127.0.0.1:0?serve=1") as backend:
+        yield backend.url
 
 
 @pytest.fixture
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
     """A URL of each kind of backend."""
     if request.param == "tcpstore":
-        with connect("tcpstore://127.0.0.1:0?serve=1") as backend:
-            yield backend.url
-    elif request.param == "memory":
-        yield f"memory://{uuid.uuid4().hex}"
+        with served() as url:
+            yield url
     else:
         yield request.getfixturevalue(f"{request.param}_server").url
 
 
-@pytest.mark.parametrize("address", ["memory", "tcpstore", "redis", "etcd"], indirect=True)
+@pytest.mark.parametrize("address", ["tcpstore", "redis", "etcd"], indirect=True)
 def test_trainers_get_the_same_report_and_every_rank_the_same_bytes(address: str) -> None:
     with running(url=address) as fleet:
         assert all(trainer.is_stale for trainer in fleet.trainers)
@@ -462,8 +469,16 @@ def test_closing_ends_every_thread() -> None:
     until(lambda: all(t in before or t.name.startswith(kept) for t in threading.enumerate()), limit=LIMIT_S)
 
 
-def test_what_cannot_be_is_refused_before_anything_runs() -> None:
-    url = f"memory://{uuid.uuid4().hex}"
+@pytest.mark.parametrize("address", ["tcpstore"], indirect=True)
+def test_what_cannot_be_is_refused_before_anything_runs(address: str) -> None:
+    url = address
+    alone = f"memory://{uuid.uuid4().hex}"
+    with pytest.raises(BackendMisconfigured, match="seen by the threads of one process alone"):
+        SpmdRefit(ToySource(0), backend=alone, rank=0, world_size=1, stage=0)
+    with pytest.raises(BackendMisconfigured, match="seen by the threads of one process alone"):
+        SpmdReceiver(ToySink(0, 0, 1), backend=alone, shard=0, shard_sizes=(1,), timeout=LIMIT_S)
+    with pytest.raises(MembershipError, match="shard_sizes is 2; expected"):
+        SpmdReceiver(ToySink(0, 0, 1), backend=url, shard=0, shard_sizes=2)  # type: ignore[arg-type]
     with pytest.raises(MembershipError, match="rank is 2"):
         SpmdRefit(ToySource(0), backend=url, rank=2, world_size=2, stage=0)
     with pytest.raises(MembershipError, match="rank 0 leads"):
@@ -651,15 +666,16 @@ def test_a_receiver_that_takes_a_dead_ones_place_keeps_it(redis_server: Any) -> 
 
 
 def test_ranks_that_disagree_about_the_shards_are_refused_once_none_of_them_can_be_a_dead_one() -> None:
-    url, fleet = f"memory://{uuid.uuid4().hex}", "disagree"
-    options: Any = {"backend": url, "fleet": fleet, "shard": 0, "roster_ttl_s": 0.5, "timeout": 5.0}
+    options: Any = {"fleet": "disagree", "shard": 0, "roster_ttl_s": 0.5, "timeout": 5.0}
     with (
+        served() as url,
         ThreadPoolExecutor() as pool,
         SpmdRefit(
-            ToySource(0), backend=url, fleet=fleet, rank=0, world_size=1, stage=0, host="127.0.0.1",
+            ToySource(0), backend=url, fleet="disagree", rank=0, world_size=1, stage=0, host="127.0.0.1",
             roster_ttl_s=0.5, gather_s=2 * LIMIT_S,
         ) as refit,
     ):  # fmt: skip
+        options["backend"] = url
         joining = [
             pool.submit(SpmdReceiver, ToySink(0, 0, 1), shard_sizes=(1,), **options),
             pool.submit(SpmdReceiver, ToySink(1, 0, 1), shard_sizes=(1, 1), **options | {"shard": 1}),

@@ -81,11 +81,15 @@ class FleetPolicy(ABC, Generic[HandleT]):
 
     host: str | None = None
     """Where the leader's store is reached by all ranks; None: the synchronizer finds an address."""
+    in_processes = True
+    """The ranks are in processes of their own, which see no ``memory://`` backend of this one."""
 
     def __init__(self, stages: int, *, start_timeout_s: float = START_LIMIT_S) -> None:
-        if stages < 1:
-            raise MembershipError(f"stages is {stages}; expected at least 1")
+        if type(stages) is not int or stages < 1:
+            raise MembershipError(f"stages is {stages!r}; expected an int of at least 1")
         self.world_size = stages
+        self.closed = False
+        """Whether :meth:`close` was called."""
         self._start_timeout_s = start_timeout_s
         self._ranks: list[HandleT] = []
 
@@ -114,19 +118,21 @@ class FleetPolicy(ABC, Generic[HandleT]):
 
     def process(self, rank: int) -> HandleT:
         """The handle of trainer *rank*'s process."""
-        return self._ranks[rank]
+        return self._ranks[place_of("rank", rank, self.world_size)]
 
     def restart(self, rank: int) -> None:
         """Put a fresh process in the place of trainer *rank*'s; return when it is up.
 
         Its source is made anew: to give it the weights of before is the caller's.
         """
-        self._ranks[rank].kill()
+        self.process(rank).kill()
+        self.closed = False
         self._ranks[rank] = self._start(rank)
         await_ready([self._ranks[rank]], self._start_timeout_s)
 
     def close(self) -> None:
         """End every process. Bounded; idempotent."""
+        self.closed = True
         close_all(self._ranks)
 
 
@@ -136,16 +142,19 @@ class FleetGeneration(ABC, Generic[HandleT]):
     Seats follow those of *train_world_size* trainers.
     """
 
+    in_processes = True
+    """The ranks are in processes of their own, which see no ``memory://`` backend of this one."""
+
     def __init__(
         self, shard_sizes: Iterable[int], train_world_size: int, *, start_timeout_s: float = START_LIMIT_S
     ) -> None:
-        sizes = tuple(shard_sizes)
-        if not sizes or min(sizes) < 1:
-            raise MembershipError(f"shard_sizes is {sizes}; expected one or more sizes of at least 1")
-        self.worker_group = WorkerGroup(sizes)
-        if train_world_size < 1:
-            raise MembershipError(f"train_world_size is {train_world_size}; expected at least 1")
-        self._first = train_world_size
+        self.worker_group = WorkerGroup(sizes_of(shard_sizes))
+        if type(train_world_size) is not int or train_world_size < 1:
+            raise MembershipError(f"train_world_size is {train_world_size!r}; expected an int of at least 1")
+        self.train_world_size = train_world_size
+        """How many trainer ranks the seats of the shards follow: as many as the policy has."""
+        self.closed = False
+        """Whether :meth:`close` was called."""
         self._start_timeout_s = start_timeout_s
         self._ranks: dict[int, HandleT] = {}
 
@@ -189,7 +198,8 @@ class FleetGeneration(ABC, Generic[HandleT]):
 
     def process(self, shard: int, worker: int = 0) -> HandleT:
         """The handle of the process of a shard's rank."""
-        return self._ranks[self._seats(shard)[worker]]
+        seats = self._seats(shard)
+        return self._ranks[seats[place_of("worker", worker, len(seats))]]
 
     @property
     def dead_shards(self) -> tuple[int, ...]:
@@ -204,16 +214,17 @@ class FleetGeneration(ABC, Generic[HandleT]):
         """Put fresh processes in the place of a shard's; return when they are up."""
         for seat in self._seats(shard):
             self._ranks[seat].kill()
+        self.closed = False
         self._start_shards([shard])
 
     def close(self) -> None:
         """End every process. Bounded; idempotent."""
+        self.closed = True
         close_all(list(self._ranks.values()))
 
     def _seats(self, shard: int) -> range:
-        if shard not in self.worker_group.shards:
-            raise MembershipError(f"shard is {shard}; there are shards 0..{len(self.worker_group.sizes) - 1}")
-        first = self._first + sum(self.worker_group.sizes[:shard])
+        place_of("shard", shard, len(self.worker_group.sizes))
+        first = self.train_world_size + sum(self.worker_group.sizes[:shard])
         return range(first, first + self.worker_group.sizes[shard])
 
     def _note_incarnation(self, future: Future[RankInfo]) -> None:
@@ -228,9 +239,38 @@ class FleetGeneration(ABC, Generic[HandleT]):
                 self.worker_group._incarnations[shard] = tuple(known)
 
 
-def of_seat(values: str | Sequence[str], seat: int) -> str:
-    """One value for all seats, or the one of *seat*."""
-    return values if isinstance(values, str) else values[seat]
+def sizes_of(shard_sizes: Iterable[int]) -> tuple[int, ...]:
+    """The sizes of a fleet's shards. MembershipError unless these are ints of at least 1, and one or more."""
+    sizes = tuple(shard_sizes) if isinstance(shard_sizes, Iterable) else ()
+    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+        given = sizes or shard_sizes
+        raise MembershipError(f"shard_sizes is {given!r}; expected one or more sizes of at least 1: (1, 1)")
+    return sizes
+
+
+def place_of(what: str, place: int, count: int) -> int:
+    """*place*, where there is one. MembershipError says *what* it was to be, and which there are."""
+    if type(place) is not int or not 0 <= place < count:
+        raise MembershipError(f"{what} is {place!r}; there are {what}s 0..{count - 1}")
+    return place
+
+
+def of_seat(devices: str | Sequence[str], seat: int) -> str:
+    """One device for all seats, or the one of *seat*."""
+    if isinstance(devices, str):
+        return devices
+    if not isinstance(devices, Sequence) or not all(isinstance(device, str) for device in devices):
+        raise MembershipError(f"device is {devices!r}; expected text, such as 'cuda', or one a seat")
+    if seat >= len(devices):
+        raise MembershipError(
+            f"device is {devices!r}, which has none for seat {seat}; expected one a seat, trainers first"
+        )
+    return devices[seat]
+
+
+def indexed(device: str, seat: int = 0, gpus: int = 1) -> str:
+    """*device* with the index that torch wants: ``"cuda"`` is dealt out by *seat* among *gpus* GPUs."""
+    return f"cuda:{seat % max(gpus, 1)}" if device == "cuda" else device
 
 
 def environment_of(environment: Environment, seat: int) -> dict[str, str]:

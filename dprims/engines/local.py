@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from .fleet import Environment, FleetGeneration, FleetPolicy, environment_of, of_seat
+from .fleet import Environment, FleetGeneration, FleetPolicy, environment_of, indexed, of_seat
 from .process import WorkerProcess
 from .rank import Rank
 
@@ -23,7 +23,8 @@ class LocalPolicy(FleetPolicy[WorkerProcess]):
     ``make_source(stage, *args)`` is called in the process of each stage's head and returns a
     :class:`~dprims.synchronizer.WeightSource`; :meth:`call` reaches its other methods. One rank a stage.
 
-    *device* is ``"cpu"``, ``"cuda"``, or one a rank. *environment* is set in each process before torch's
+    *device* is ``"cpu"``, ``"cuda"``, or one a seat, trainers first, as ``["cuda:0", "cuda:1"]``; ``"cuda"``
+    deals out by seat the GPUs that a rank's process sees. *environment* is set in each process before torch's
     communication starts: a mapping, or a function of the seat.
     """
 
@@ -52,7 +53,7 @@ class LocalPolicy(FleetPolicy[WorkerProcess]):
 
     def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the source in the process of trainer *rank*."""
-        return self._ranks[rank].call("app_call", method, args, kwargs)
+        return self.process(rank).call("app_call", method, args, kwargs)
 
 
 class LocalGeneration(FleetGeneration[WorkerProcess]):
@@ -104,6 +105,7 @@ def _start_rank(
 
     torch.set_num_threads(1)
     if device.startswith("cuda"):
+        device = indexed(device, seat, torch.cuda.device_count())
         torch.cuda.set_device(device)  # before anything of the user's is made
     return Rank(role, seat, make(*args), device)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..synchronizer.calls import RankInfo, RefitAnswer, RefitCall, RefitSite
+from .fleet import indexed
 
 
 class Rank:
@@ -23,6 +24,7 @@ class Rank:
         from ..synchronizer.workers import WeightReceiver, WeightSender
 
         if device.startswith("cuda"):
+            device = indexed(device)
             torch.cuda.set_device(device)
         self.app = app
         self.worker: Any = (

@@ -14,7 +14,7 @@ from ..backend import need
 from ..exceptions import MembershipError, RefitError
 from ._ray_actor import REFIT_THREADS, AsyncRefitActor, OwnedActor, RefitActor
 from ._ray_rank import RayRank
-from .fleet import START_LIMIT_S, Environment, FleetGeneration, FleetPolicy, environment_of, of_seat
+from .fleet import START_LIMIT_S, Environment, FleetGeneration, FleetPolicy, environment_of, indexed, of_seat
 
 Options = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
 """Options of a rank's actor as for Ray's ``.options()``: one mapping for all, or a function of the seat."""
@@ -37,7 +37,7 @@ class RayPolicy(FleetPolicy[RayRank]):
 
     *options* go to Ray as they are (num_cpus, num_gpus, resources, scheduling_strategy, runtime_env, ...).
     *environment* is set before the actor's process starts: a mapping, or a function of the seat. *device* is
-    ``"cpu"``, ``"cuda"`` (the GPU that Ray gave the actor), or one a rank. Ray has to be initialised, in this
+    ``"cpu"``, ``"cuda"`` (the GPU that Ray gave the actor), or one a seat. Ray has to be initialised, in this
     process: a remote ``ray://`` driver cannot serve the leader's store. Returns when all ranks are up, within
     *start_timeout_s*: PeerLost names those for which Ray had no place. What a factory raises keeps its type.
     """
@@ -54,7 +54,7 @@ class RayPolicy(FleetPolicy[RayRank]):
     ) -> None:
         super().__init__(stages, start_timeout_s=start_timeout_s)
         self._device = device
-        self._factory = _ActorFactory(make_source, args, environment, options, range(stages))
+        self._factory = _ActorFactory(make_source, args, environment, options, range(self.world_size))
         self._actors: list[Any] | None = None
         self.host = _node_address()
         self._start_all()
@@ -89,7 +89,7 @@ class RayPolicy(FleetPolicy[RayRank]):
 
     def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the source of trainer *rank*; of the actor itself, where that is yours."""
-        return _app_call(self._ranks[rank], method, args, kwargs)
+        return _app_call(self.process(rank), method, args, kwargs)
 
     def restart(self, rank: int, actor: Any = None) -> None:
         """Put a fresh actor in the place of trainer *rank*'s; return when it is up.
@@ -97,6 +97,7 @@ class RayPolicy(FleetPolicy[RayRank]):
         Its source is made anew: to give it the weights of before is the caller's. Where the actors are yours,
         *actor* is the new handle; without one the old handle is attached again, which Ray may have restarted.
         """
+        self.process(rank)
         if actor is not None:
             _given(self._actors)[rank] = _refit_handle(actor)
         super().restart(rank)
@@ -238,8 +239,7 @@ def _refit_handle(actor: Any) -> Any:
 
 
 def _device(devices: str | Sequence[str], seat: int) -> str:
-    device = of_seat(devices, seat)
-    return "cuda:0" if device == "cuda" else device  # Ray shows an actor its own GPUs alone
+    return indexed(of_seat(devices, seat))  # Ray shows an actor its own GPUs alone
 
 
 def _node_address() -> str:

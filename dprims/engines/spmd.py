@@ -26,9 +26,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..backend import connect
+from ..backend import Backend, connect
 from ..exceptions import (
     BackendError,
+    BackendMisconfigured,
     BackendUnavailable,
     DprimsError,
     HandshakeMismatch,
@@ -38,11 +39,11 @@ from ..exceptions import (
     RefitError,
     RefitTimeout,
 )
+from ..synchronizer import CollectiveWeightSynchronizer, WeightReceiver, WeightSender
 from ..synchronizer.calls import RefitSite
-from ..synchronizer.collective import CollectiveWeightSynchronizer
-from ..synchronizer.workers import WeightReceiver, WeightSender
 from ._spmd_lead import Lead
 from ._spmd_rank import LOOK_S, Address, Attendant, Waiting, address_key, enrolment, read_address
+from .fleet import sizes_of
 from .letters import Document, read_error, read_report, write_error, write_report
 from .mailbox import SLICE_S, check_url, done
 
@@ -71,6 +72,7 @@ class SpmdReceiver:
     of shard *shard*. Waits at most *timeout* seconds for the trainers' leader, from whom it learns its seat;
     RefitTimeout when there is none by then. A later leader is found by itself. The rest, *sink* above all, is
     as for :class:`~dprims.synchronizer.WeightReceiver`. Close it, or use it as a context manager.
+    BackendMisconfigured for a *backend* that other processes do not see.
     """
 
     def __init__(
@@ -88,20 +90,20 @@ class SpmdReceiver:
         faults: FaultInjector | None = None,
         timeout: float = 600.0,
     ) -> None:
-        self._sizes = tuple(shard_sizes)
+        self._sizes = sizes_of(shard_sizes)
         if shard not in range(len(self._sizes)) or worker not in range(self._sizes[shard]):
             raise MembershipError(
                 f"this is rank {worker} of shard {shard}; shard_sizes are {self._sizes}, so there is none"
             )
         self.shard, self.worker = shard, worker
         self._site = RefitSite(check_url(backend), namespace, fleet, roster_ttl_s)
-        self._backend = connect(backend)
+        self._backend = _connect(backend)
         self._enrolled: Grant | None = None
         self._roster = enrolment(self._site, self._backend)
         try:
             address = self._await_leader(timeout)
             self._site = replace(self._site, roster_ttl_s=address.roster_ttl_s)
-            self.receiver = WeightReceiver(self._seat(address), sink, device=device, faults=faults)
+            self.receiver = WeightReceiver(self._seat(address), sink, device=_indexed(device), faults=faults)
         except BaseException:
             self._backend.close()
             raise
@@ -173,6 +175,28 @@ class SpmdReceiver:
 
     def _seat(self, address: Address) -> int:
         return address.trainers + sum(self._sizes[: self.shard]) + self.worker
+
+
+def _connect(url: str) -> Backend:
+    """Open the backend that all ranks share; BackendMisconfigured for one that no other process sees."""
+    backend = connect(url)
+    if backend.guarantees.scope == "process":
+        backend.close()
+        raise BackendMisconfigured(
+            f"backend is {url!r}, which is seen by the threads of one process alone; the ranks of an SPMD "
+            "fleet are in others: use redis://, etcd:// or tcpstore://"
+        )
+    return backend
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """*device*, for ``"cuda"`` the GPU that this process has set: tensors are on one with an index."""
+    import torch
+
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 class _Meeting:
@@ -250,7 +274,8 @@ class SpmdRefit:
 
     *source* has the weights of pipeline stage *stage*; *head* says whether this rank sends them (one rank a
     stage does, rank 0 for stage 0) or only gathers along. *backend* is the URL that generation ranks
-    have, too; it has to outlive rank 0 for a restarted job to go on where this one ended. *host* is where
+    have, too, and other processes see (else BackendMisconfigured); it has to outlive rank 0 for a restarted
+    job to go on where this one ended. *host* is where
     the other ranks reach rank 0. *gather_s* bounds how long the first build waits for the fleet to come in,
     *meet_timeout_s* how long trainers wait for each other. The other options, as *refit_timeout_s*,
     are those of :class:`~dprims.synchronizer.CollectiveWeightSynchronizer` and count on rank 0.
@@ -288,7 +313,7 @@ class SpmdRefit:
         self._calls = 0
         self._outcome: Document = {"version": 0, "stale": True, "error": None}
         self._meeting = _Meeting()
-        self._backend = connect(backend)
+        self._backend = _connect(backend)
         self._lead = (
             Lead(
                 backend=self._backend,
@@ -303,7 +328,9 @@ class SpmdRefit:
             if rank == 0
             else None
         )
-        self.sender = WeightSender(rank, source, stage=stage, head=head, device=device, faults=faults)
+        self.sender = WeightSender(
+            rank, source, stage=stage, head=head, device=_indexed(device), faults=faults
+        )
         self._attendant = Attendant(
             self.sender, site, self._backend, {"meet": self._meeting.meet, "end": self._meeting.end}
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..backend import need
+
 if TYPE_CHECKING:
     from .collective import CollectiveWeightSynchronizer as CollectiveWeightSynchronizer
     from .interfaces import BatchedSource as BatchedSource
@@ -55,6 +57,11 @@ __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    try:
+        value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            need("torch", "torch")
+        raise
     globals()[name] = value
     return value

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..backend import Backend, check_name, connect, resolve
+from ..backend import Backend, check_name, connect, resolve, schemes, split_url
 from ..exceptions import (
     BackendMisconfigured,
     DprimsError,
@@ -124,6 +124,14 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             raise RefitError(f"bucket_bytes is {bucket_bytes!r}; expected a multiple of 256 above 0, or None")
         if "/" in check_name("fleet", fleet):
             raise RefitError(f"fleet is {fleet!r}; expected no slash")
+        _check_backend(backend)
+        if policy is not None:  # None is refused by init_communicator: before it nothing is called
+            _check_side("policy", policy)
+        if generation is not None:
+            _check_side("generation", generation)
+        sizes = getattr(getattr(generation, "worker_group", None), "sizes", ())
+        if sizes and min_shards > len(sizes):
+            raise RefitError(f"min_shards is {min_shards}; the generation has {len(sizes)} shards")
         self.policy = policy
         self.generation = generation
         self.train_cluster = train_cluster
@@ -199,11 +207,19 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 
         Waits at most *timeout* seconds for the leader lock while another controller holds it (None: for
         as long as that one lives). Metadata travels first, then the groups are built, over every shard
-        that is in. LockTimeout, PeerLost, HandshakeMismatch, RefitTimeout or BackendError on failure.
+        that is in. LockTimeout, PeerLost, HandshakeMismatch, RefitTimeout or BackendError on failure;
+        MembershipError, before anything is touched, where the generation counts more trainers, or fewer.
         """
         with self._alone("init_communicator"):
             if self._grant is not None and not self._grant.lost:
                 raise RefitError("init_communicator was called before; call shutdown first")
+            self._check_open()
+            counted, there = getattr(self.generation, "train_world_size", None), self._train_world_size()
+            if counted is not None and counted != there:
+                raise MembershipError(
+                    f"the generation counts {counted} trainer ranks, the policy has {there}: "
+                    f"give the generation train_world_size={there}"
+                )
             self._open_backend()
             lock = DistributedLock(
                 f"{self.site.fleet}/leader",
@@ -242,6 +258,12 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
                 self._retire()
                 raise
 
+    def _check_open(self) -> None:
+        for name, side in (("policy", self.policy), ("generation", self.generation)):
+            _check_side(name, side)
+            if getattr(side, "closed", False) is True:
+                raise RefitError(f"the {name}, a {type(side).__name__}, has been closed")
+
     def _raise_fences(self, term: int) -> tuple[Version | None, Version | None]:
         """Refuse every earlier leader's writes from now on; the versions reserved and current until now."""
         keys = next_key(self.site.prefix), current_key(self.site.prefix)
@@ -256,16 +278,23 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
     def _open_backend(self) -> None:
         if self._opened is not None:
             return
+        given = None if self._given_backend is None else resolve(self._given_backend)
+        elsewhere = [side for side in (self.policy, self.generation) if getattr(side, "in_processes", False)]
+        if given is not None and given.guarantees.scope == "process" and elsewhere:
+            raise BackendMisconfigured(
+                f"backend is {given.url or given!r}, which is seen by the threads of one process alone; the "
+                f"ranks of {type(elsewhere[0]).__name__} are in others: use redis://, etcd:// or tcpstore://"
+            )
         host = self._host or getattr(self.policy, "host", None)
         self._store, address, port = leader_store(host)
         self.rendezvous = (address, port)
-        if self._given_backend is None:
+        if given is None:
             self._opened = connect(
                 f"tcpstore://[{address}]:{port}" if ":" in address else f"tcpstore://{address}:{port}"
             )
             self._owns_backend = True
         else:
-            self._opened = resolve(self._given_backend)
+            self._opened = given
         if not self._opened.url:
             raise BackendMisconfigured(
                 f"{self._opened!r} has no URL that ranks could connect to; pass backend=URL"
@@ -459,8 +488,15 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 
         *absent_shards* is asked before each try for the shards to leave out; a shard that is not in the
         roster is left out without being named. Raises what the last try raised. Not tried again is what a
-        new try cannot mend: StaleLeader, BelowQuorum, BackendMisconfigured and HandshakeMismatch.
+        new try cannot mend: StaleLeader, BelowQuorum, BackendMisconfigured and HandshakeMismatch, and
+        RefitError for a policy or generation that was closed, and beside another call.
         """
+        if absent_shards is not None and not callable(absent_shards):
+            raise RefitError(f"absent_shards is {absent_shards!r}; expected something to call, or None")
+        if self._busy.locked():
+            raise RefitError("refit was called while another thread drives this synchronizer")
+        self._lead()
+        self._check_open()
         return refit(self, absent_shards, tries=tries, timer=timer, kv_scales=kv_scales)
 
     # -- reconcile ------------------------------------------------------------------------------------
@@ -681,6 +717,21 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 def _check_seconds(name: str, seconds: float) -> None:
     if not _is_number(seconds) or not 0 < seconds <= MAX_SECONDS:
         raise RefitError(f"{name} is {seconds!r}; expected seconds > 0")
+
+
+def _check_side(name: str, side: object) -> None:
+    """Refuse what lacks the methods that tell a policy from a generation."""
+    for method in ("prepare_refit_info", METHODS[name]["recv"]):
+        if not callable(getattr(side, method, None)):
+            raise RefitError(f"{name} is a {type(side).__name__}, which has no {method}(); expected a {name}")
+
+
+def _check_backend(backend: object) -> None:
+    """Refuse a URL that names no backend; what else it may be is seen when it is opened."""
+    if isinstance(backend, str) and ("://" not in backend or split_url(backend).scheme not in schemes()):
+        raise BackendMisconfigured(
+            f"backend URL is {backend!r}; expected scheme://..., one of {', '.join(schemes())}"
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -20,7 +20,7 @@ from ..exceptions import HandshakeMismatch, RefitError
 from .memory import Memory
 from .packing import flat
 from .plan import Bucket, Plan, TensorMeta
-from .sources import state_of
+from .sources import check_module, check_tensors, state_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -225,6 +225,7 @@ class DictSink(_Sink):
     """
 
     def __init__(self, tensors: MutableMapping[str, Tensor], *, in_place: bool = False) -> None:
+        check_tensors("DictSink", tensors, MutableMapping)
         super().__init__(in_place=in_place, device=None)
         self.tensors = tensors
 
@@ -253,6 +254,7 @@ class ModuleSink(_Sink):
     def __init__(
         self, module: Module, *, names: Callable[[str], str | None] | None = None, in_place: bool = False
     ) -> None:
+        check_module("ModuleSink", module, names)
         super().__init__(in_place=in_place, device=None)
         self._module = module
         self._names = names
@@ -289,6 +291,10 @@ class LoadWeightsSink(_Sink):
         device: torch.device | str,
         in_place: bool = False,
     ) -> None:
+        if not callable(load_weights):
+            raise RefitError(
+                f"LoadWeightsSink was given {load_weights!r}; expected the engine's load_weights"
+            )
         super().__init__(in_place=in_place, device=torch.device(device))
         self._load = load_weights
 

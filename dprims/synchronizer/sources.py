@@ -32,6 +32,7 @@ class DictSource:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        check_tensors("DictSource", tensors, Mapping)
         self.tensors = tensors
         self._known: dict[str, TensorMeta] = {}
 
@@ -68,6 +69,7 @@ class ModuleSource:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_module("ModuleSource", module, names)
         self._module = module
         self._names = names
         self._device = torch.device(device) if device is not None else None
@@ -175,6 +177,30 @@ _SAFETENSORS = {
     "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64":
     "complex64",
 }  # fmt: skip
+
+
+def check_tensors(who: str, tensors: object, kind: type) -> None:
+    """RefitError unless *who* was given a mapping of tensors. Only a dict's values are looked at.
+
+    Another mapping may make them when it is asked.
+    """
+    if not isinstance(tensors, kind):
+        raise RefitError(f"{who} was given a {type(tensors).__name__}; expected a mapping of name -> tensor")
+    for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise RefitError(
+                f"{who} was given a {type(tensor).__name__} as {name!r}; expected name -> tensor"
+            )
+
+
+def check_module(who: str, module: object, names: object) -> None:
+    """RefitError unless *who* was given something with a state dict, and *names* to call, or none."""
+    if not callable(getattr(module, "state_dict", None)):
+        raise RefitError(f"{who} was given a {type(module).__name__}; expected a torch.nn.Module")
+    if names is not None and not callable(names):
+        raise RefitError(
+            f"{who}: names is a {type(names).__name__}; expected a function of the name, or None"
+        )
 
 
 def state_of(module: Module, names: Callable[[str], str | None] | None) -> dict[str, Tensor]:

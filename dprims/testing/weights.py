@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
+from ..backend import need
+from ..synchronizer import DictSink, DictSource
 
-from ..synchronizer.sinks import DictSink
-from ..synchronizer.sources import DictSource
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = need("torch", "torch")
 
 
 def toy_tensors(stage: int, layers: int, width: int, device: str = "cpu") -> dict[str, torch.Tensor]:
