@@ -11,6 +11,8 @@ from urllib.parse import parse_qsl, unquote
 from dprims.backend import split_url
 from dprims.exceptions import BackendMisconfigured
 
+from ._urls import why_not, without_password
+
 DEFAULT_PORT = 2379
 TIMEOUT_S = 5.0
 PREFIX = "dprims"
@@ -37,29 +39,36 @@ class EtcdUrl:
     @classmethod
     def parse(cls, url: str) -> EtcdUrl:
         """Read *url* and the certificate files that it names; raises BackendMisconfigured."""
-        shown = f"backend URL is {without_password(url)!r}"
+        try:
+            return cls._parse(url)
+        except ValueError as error:
+            shown = f"backend URL is {without_password(url)!r}"
+            raise BackendMisconfigured(f"{shown}; {why_not(url, error)}") from None
+
+    @classmethod
+    def _parse(cls, url: str) -> EtcdUrl:
         parts = split_url(url)
         if parts.scheme not in ("etcd", "etcds") or not parts.netloc or parts.fragment:
-            raise BackendMisconfigured(f"{shown}; expected {_FORM}")
+            raise ValueError(f"expected {_FORM}")
         login, _, hosts = parts.netloc.rpartition("@")
         user, _, password = (unquote(part) for part in login.partition(":"))
         if bool(user) != bool(password):
-            raise BackendMisconfigured(f"{shown}; expected both user and password, or neither")
+            raise ValueError("expected both user and password, or neither")
         tls = parts.scheme == "etcds"
         timeout = TIMEOUT_S
         files: dict[str, bytes] = {}
         for option, value in parse_qsl(parts.query, keep_blank_values=True):
             if option == "timeout":
-                timeout = _seconds(value, shown)
+                timeout = _seconds(value)
             elif option in ("ca", "cert", "key") and tls:
-                files[option] = _read(option, value, shown)
+                files[option] = _read(option, value)
             else:
                 known = "timeout, ca, cert, key" if tls else "timeout (ca, cert, key with etcds://)"
-                raise BackendMisconfigured(f"{shown}; its option is {option!r}, expected one of {known}")
+                raise ValueError(f"its option is {option!r}, expected one of {known}")
         if ("cert" in files) != ("key" in files):
-            raise BackendMisconfigured(f"{shown}; expected both cert and key, or neither")
+            raise ValueError("expected both cert and key, or neither")
         return cls(
-            endpoints=tuple(_endpoint(host, shown) for host in hosts.split(",")),
+            endpoints=tuple(_endpoint(host) for host in hosts.split(",")),
             user=user,
             password=password,
             prefix=unquote(parts.path.strip("/")) or PREFIX,
@@ -69,24 +78,14 @@ class EtcdUrl:
         )
 
 
-def without_password(url: str) -> str:
-    """*url* as it may be shown."""
-    scheme, separator, rest = url.partition("://")
-    login, at, place = rest.rpartition("@")
-    user, colon, _ = login.partition(":")
-    return f"{scheme}{separator}{user}{':***' if colon else ''}{at}{place}"
-
-
-def _endpoint(text: str, shown: str) -> str:
+def _endpoint(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or (text.startswith("[") and text.endswith("]")):
         host, port = text, str(DEFAULT_PORT)
     number = int(port) if port.isdecimal() and port.isascii() else 0
     bare = _is_v6(host[1:-1]) if host.startswith("[") and host.endswith("]") else not set(host) & set("[]:")
     if not host or not bare or host.isspace() or not 0 < number < 65536:
-        raise BackendMisconfigured(
-            f"{shown}; its endpoint is {text!r}, expected host, host:port or [v6]:port"
-        )
+        raise ValueError(f"its endpoint is {text!r}, expected host, host:port or [v6]:port")
     return f"{host}:{number}"
 
 
@@ -98,18 +97,18 @@ def _is_v6(text: str) -> bool:
     return True
 
 
-def _seconds(text: str, shown: str) -> float:
+def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise BackendMisconfigured(f"{shown}; its timeout is {text!r}, expected seconds > 0")
+        raise ValueError(f"its timeout is {text!r}, expected seconds > 0")
     return seconds
 
 
-def _read(option: str, path: str, shown: str) -> bytes:
+def _read(option: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise BackendMisconfigured(f"{shown}; its {option} cannot be read: {error}") from None
+        raise ValueError(f"its {option} cannot be read: {error}") from None

@@ -19,12 +19,13 @@ from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlunsplit
+from urllib.parse import parse_qsl, urlencode
 
 from dprims.backend import boottime, need, split_url
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 
 from ._redis_scripts import Script
+from ._urls import why_not, without_password
 
 TIMEOUT_S = 5.0
 """How long one operation may take, reconnects included, when nothing says otherwise."""
@@ -269,6 +270,8 @@ def pool_from(url: str, options: dict[str, Callable[[str], Any]]) -> tuple[Any, 
                 ours[key] = options[key](value)
             else:
                 theirs.append((key, value))
+        if "@" in parts.fragment or (parts.scheme == "unix" and parts.netloc and "@" not in parts.netloc):
+            raise ValueError("it has a part that means nothing")
         if parts.scheme != "unix" and parts.path.strip("/"):
             int(parts.path.strip("/"))
         # not urlunsplit: it makes unix:/path of unix:///path
@@ -277,8 +280,8 @@ def pool_from(url: str, options: dict[str, Callable[[str], Any]]) -> tuple[Any, 
         return pool, ours
     except ValueError as error:
         raise BackendMisconfigured(
-            f"backend URL is {redacted(url)!r}: {error}; expected redis://[user:password@]host[:port][/db], "
-            "rediss://... or unix:///path[?db=n]"
+            f"backend URL is {without_password(url)!r}: {why_not(url, error)}; expected "
+            "redis://[user:password@]host[:port][/db], rediss://... or unix:///path[?db=n]"
         ) from None
 
 
@@ -292,15 +295,6 @@ def _check_options(given: Sequence[str], ours: Sequence[str], connection_class: 
                 f"option {key!r} is unknown; expected {', '.join(ours)}, or one of the client's "
                 f"{connection_class.__name__}, such as {', '.join(like)}"
             )
-
-
-def redacted(url: str) -> str:
-    """*url* without its password."""
-    parts = split_url(url)
-    if parts.password is None:
-        return url
-    address = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{address}"))
 
 
 def _where(connection_class: type, options: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from dprims.torchstore import serve_store
 
 from ._lines import Job, Lines
 from ._tickets import CLOCK, Steps
+from ._urls import why_not, without_password
 
 T = TypeVar("T")
 
@@ -184,28 +185,30 @@ class StoreLink:
 
     def _open(self, url: str) -> tuple[str, int]:
         expected = "expected tcpstore://host:port or tcpstore://host:0?serve=1"
-        parts = split_url(url)
+        parts, shown = split_url(url), f"backend URL is {without_password(url)!r}"
         options = parse_qs(parts.query, keep_blank_values=True)
         try:
             port = parts.port
             serve = options.pop("serve", ["0"]) == ["1"]
             self.timeout = float(options.pop("timeout", [self.timeout])[0])
         except ValueError as error:
-            raise BackendMisconfigured(f"backend URL is {url!r}: {error}; {expected}") from None
+            raise BackendMisconfigured(f"{shown}: {why_not(url, error)}; {expected}") from None
         if parts.scheme != "tcpstore" or parts.path.strip("/") or options or port is None:
-            raise BackendMisconfigured(f"backend URL is {url!r}; {expected}")
+            raise BackendMisconfigured(f"{shown}; {expected}")
         if not 0 < self.timeout < 3600:
-            raise BackendMisconfigured(f"backend URL is {url!r}; expected a timeout of 0 to 3600 s")
+            raise BackendMisconfigured(f"{shown}; expected a timeout of 0 to 3600 s")
         host = parts.hostname or ""
         if not serve:
             if not host or not port:
-                raise BackendMisconfigured(f"backend URL is {url!r}; {expected}")
+                raise BackendMisconfigured(f"{shown}; {expected}")
             return host, port
         host = host or reachable_host()
         try:
             self.served = serve_store(host, port, timeout_s=self.timeout)
         except (OSError, RuntimeError) as error:
-            raise BackendUnavailable(f"no store can be served at {url!r}: {_first_line(error)}") from error
+            raise BackendUnavailable(
+                f"no store can be served at {without_password(url)!r}: {_first_line(error)}"
+            ) from error
         return host, self.served.port
 
     def _unwrap(self, client: Any) -> tuple[str, int]:

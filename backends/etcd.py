@@ -24,8 +24,9 @@ from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 from . import _etcd_wire as wire
 from ._etcd_life import EtcdTicket, LeaseIsGone, Life
 from ._etcd_link import Link, endpoints_of, login_of, login_with, open_endpoints
-from ._etcd_url import PREFIX, TIMEOUT_S, EtcdUrl, without_password
+from ._etcd_url import PREFIX, TIMEOUT_S, EtcdUrl
 from ._etcd_watch import Watch
+from ._urls import without_password
 
 PROOF_S = 1.0
 """The least time that a waiter gives the server for a last answer."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from dprims.backend import Backend, Guarantees, Place, Ticket, split_url
 from dprims.exceptions import BackendMisconfigured
 
+from ._urls import without_password
+
 
 @dataclass
 class _Space:
@@ -51,7 +53,7 @@ class MemoryBackend(Backend):
     def __init__(self, url: str = "memory://default") -> None:
         parts = split_url(url)
         if parts.scheme != "memory" or not parts.netloc or parts.path or parts.query:
-            raise BackendMisconfigured(f"backend URL is {url!r}; expected memory://name")
+            raise BackendMisconfigured(f"backend URL is {without_password(url)!r}; expected memory://name")
         self.url = url
         with _SPACES_LOCK:
             self._space = _SPACES.setdefault(parts.netloc, _Space())

@@ -20,7 +20,8 @@ from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 
 from . import _redis_scripts as lua
 from ._redis_scripts import PREFIX, Script
-from ._redis_wire import Command, Wire, pool_from, pool_of, redacted
+from ._redis_wire import Command, Wire, pool_from, pool_of
+from ._urls import without_password
 
 LOOK_AGAIN_S = 10.0
 """How long a wait for a cell relies on one notification before it looks by itself."""
@@ -65,7 +66,7 @@ class RedisBackend(Backend):
     def __init__(self, url: str = "", *, client: Any = None, timeout: float | None = None) -> None:
         if (client is None) == (not url):
             raise BackendMisconfigured(
-                f"RedisBackend got url={redacted(url)!r} and client={client!r}; expected one of them"
+                f"RedisBackend got url={without_password(url)!r}, client={client!r}; expected one of them"
             )
         given: dict[str, Any] = {}
         if client is None:
@@ -238,7 +239,7 @@ class RedisBackend(Backend):
         self._wire.forget()
 
     def __repr__(self) -> str:
-        return f"<RedisBackend {redacted(self.url)}>"
+        return f"<RedisBackend {without_password(self.url)}>"
 
 
 def _on_queue(script: Script, name: str, *args: object) -> Command:

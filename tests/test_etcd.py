@@ -119,6 +119,10 @@ def test_a_password_is_not_shown() -> None:
     with pytest.raises(BackendMisconfigured) as refused:
         dprims.connect("etcd://user:secret@h:port")
     assert "secret" not in str(refused.value)
+    for mark in "/?#":
+        with pytest.raises(BackendMisconfigured, match=r"etcd://user:\*\*\*@h.*%23") as refused:
+            dprims.connect(f"etcd://user:sec{mark}ret@h")
+        assert "sec" not in str(refused.value)
     with pytest.raises(BackendUnavailable) as silent:
         dprims.connect("etcd://user:secret@127.0.0.1:1?timeout=0.2")
     assert "secret" not in str(silent.value)

@@ -144,6 +144,33 @@ def test_an_address_that_cannot_work_is_named(url: str, error: type[Exception], 
         dprims.connect(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:hun/ter2@h",
+        "redis://u:1#ter2@h",
+        "redis://u:hun?ter2@h",
+        "unix://u:hun/ter2@/nowhere",
+        "redis://u:hun@ter2@h/x",
+        "redis://h?password=hun@ter2&nosuch=1",
+        "memory://u:hunter2@h/x",
+    ],
+)
+def test_a_password_is_not_shown_however_it_is_written(url: str) -> None:
+    with pytest.raises(BackendMisconfigured, match=r"\*\*\*") as refused:
+        dprims.connect(url)
+    assert "hun" not in str(refused.value)
+    assert "ter2" not in str(refused.value)
+
+
+def test_a_password_among_the_options_is_not_shown() -> None:
+    with RedisServer(password="hunter2") as server:
+        url = f"redis://127.0.0.1:{server.port}/?password=hunter2&db=1"
+        with dprims.connect(url) as backend:
+            assert repr(backend) == f"<RedisBackend {url.replace('hunter2', '***')}>"
+            assert "hunter2" not in repr(dprims.DistributedLock("x", backend))
+
+
 def test_a_database_that_is_not_there(redis_server: RedisServer) -> None:
     with pytest.raises(BackendMisconfigured, match="999"):
         dprims.connect(f"redis://127.0.0.1:{redis_server.port}/999")

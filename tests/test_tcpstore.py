@@ -85,6 +85,13 @@ def test_urls_that_cannot_work_are_named(url: str) -> None:
         dprims.connect(url)
 
 
+@pytest.mark.parametrize("url", ["tcpstore://u:hunter2@h:x", "tcpstore://u:hunter2/3@h:1"])
+def test_a_password_is_not_shown_though_none_is_used(url: str) -> None:
+    with pytest.raises(BackendMisconfigured, match=r"tcpstore://u:\*\*\*@h") as refused:
+        dprims.connect(url)
+    assert "hunter2" not in str(refused.value)
+
+
 def test_nothing_or_nobody_who_answers(capfd: pytest.CaptureFixture[str]) -> None:
     threads = set(threading.enumerate())
     with socket.socket() as closed:
