@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .backend import Owner
+from .exceptions import RefitError
+from .record import is_number
 from .synchronizer._record import FleetRecord, Outage, SyncSummary
 
 SCHEMA = 1
 """The version of what :meth:`Snapshot.to_json` returns: a higher one may lack or change fields."""
+
+MAX_SEATS = 1 << 20
+"""Ranks of a fleet: a record that tells of more is none."""
 
 ShardState = Literal["serving", "lost", "returning", "absent"]
 
@@ -190,6 +196,55 @@ class Snapshot:
             "fleets": [fleet.to_json() for fleet in self.fleets],
             "notes": list(self.notes),
         }
+
+
+def check_record(record: FleetRecord) -> None:
+    """Refuse a record of which a field is not what a leader writes: RefitError names the first."""
+    counts = ("version", "train_world_size", "syncs", "failures", "rebuilds")
+    expected: list[tuple[object, str, Sequence[str]]] = [
+        (record, "number", ("at",)),
+        (record, "count", counts),
+        (record, "text", ("event", "digest", "last_error")),
+    ]
+    if record.last_error_at is not None:
+        expected.append((record, "number", ("last_error_at",)))
+    for outage in (record.outage, record.last_outage):
+        if outage is not None:
+            times = ("began_at",) if outage.seconds is None else ("began_at", "seconds")
+            expected += [
+                (outage, "number", times),
+                (outage, "count", ("failures",)),
+                (outage, "text", ("why",)),
+            ]
+    if record.last_sync is not None:
+        expected.append((record.last_sync, "number", ("at", "seconds", "wire_s", "gb_per_s")))
+        expected.append((record.last_sync, "count", ("version", "nbytes")))
+    for where, kind, names in expected:
+        for name in names:
+            _expect(name, getattr(where, name), kind)
+    for size in record.shard_sizes:
+        _expect("shard_sizes", size, "count")
+    for reason in record.absent.values():
+        _expect("absent", reason, "text")
+    for seconds in () if record.last_sync is None else _phases(record.last_sync):
+        _expect("phases", seconds, "number")
+    if record.train_world_size + sum(record.shard_sizes) > MAX_SEATS:
+        raise RefitError(f"status record of more than {MAX_SEATS} seats; expected a fleet")
+
+
+def _phases(sync: SyncSummary) -> Iterable[object]:
+    if not isinstance(sync.phases, Mapping):
+        raise RefitError(f"status record whose phases is {sync.phases!r:.80}; expected an object")
+    return sync.phases.values()
+
+
+def _expect(name: str, value: object, kind: str) -> None:
+    if kind == "text":
+        good = isinstance(value, str)
+    else:
+        good = is_number(value) and (kind == "number" or (isinstance(value, int) and value >= 0))
+    if not good:
+        raise RefitError(f"status record whose {name} is {value!r:.80}; expected a {kind}")
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -9,12 +9,14 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TypeGuard
 
 from .backend import Owner, Place
 from .exceptions import BackendMisconfigured
 
 MAX_RECORD = 16 * 1024
+MAX_DEPTH = 100
+"""How deep lists and objects may stand in one another: deeper, some reader's JSON fails."""
 
 
 def make_record(label: str = "", payload: object = None, thread: str | None = None) -> bytes:
@@ -31,13 +33,28 @@ def make_record(label: str = "", payload: object = None, thread: str | None = No
         fields["payload"] = payload
     try:
         record = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, RecursionError):
+            raise BackendMisconfigured(_TOO_DEEP) from None
         raise BackendMisconfigured(f"payload {payload!r} is not a JSON value: {error}") from None
+    if _is_deep(fields, MAX_DEPTH):
+        raise BackendMisconfigured(_TOO_DEEP)
     if len(record) > MAX_RECORD:
         raise BackendMisconfigured(
             f"label and payload take {len(record)} bytes; expected at most {MAX_RECORD}"
         )
     return record
+
+
+_TOO_DEEP = f"payload is nested too deep; expected at most {MAX_DEPTH - 1} lists and objects in one another"
+
+
+def _is_deep(value: object, limit: int) -> bool:
+    """Whether more than *limit* lists and objects stand in one another in *value*."""
+    if not isinstance(value, dict | list | tuple):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not limit or any(_is_deep(one, limit - 1) for one in inner)
 
 
 def owner_of(place: Place) -> Owner:
@@ -60,8 +77,15 @@ def _text(value: object, default: str = "") -> str:
 
 
 def _number(value: object) -> float:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if usable else 0.0  # type: ignore[return-value]
+    return value if is_number(value) else 0.0
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether *value* is a number, and one that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def payload_of(place: Place) -> object:
@@ -71,10 +95,20 @@ def payload_of(place: Place) -> object:
 
 def _fields(place: Place) -> dict[str, Any]:
     try:
-        fields = json.loads(place.record)
+        fields = json.loads(place.record, parse_constant=_no_json, parse_float=_finite)
     except (ValueError, RecursionError):
         return {}
-    return fields if isinstance(fields, dict) else {}
+    return fields if isinstance(fields, dict) and not _is_deep(fields, MAX_DEPTH) else {}
+
+
+def _no_json(word: str) -> object:
+    raise ValueError(word)
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(digits)
+    return number
 
 
 def _rank() -> int | None:

@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ._status_views import FleetView, RosterEntry, RosterView, Shard, ShardState, Snapshot, StandingLock
+from ._status_views import (
+    FleetView,
+    RosterEntry,
+    RosterView,
+    Shard,
+    ShardState,
+    Snapshot,
+    StandingLock,
+    check_record,
+)
 from .backend import Backend, Owner, Place, check_name, split_url
 from .exceptions import RefitError
 from .record import owner_of, payload_of
@@ -147,10 +156,12 @@ class Observer:
     ) -> FleetView | None:
         prefix, notes = f"{self.namespace}/{name}", list[str]()
         term, record = self._record(prefix, notes)
-        current, reserved = self._version(current_key(prefix)), self._version(next_key(prefix))
-        if record is None and current is None and reserved is None and name not in self.fleets:
+        silent = record is None and not notes
+        current, reserved = (self._version(key(prefix), notes) for key in (current_key, next_key))
+        nothing = silent and not notes and current is None and reserved is None
+        if nothing and name not in self.fleets:
             return None  # a roster, or a lock, of something else
-        if record is None and not notes:
+        if silent:
             notes.append("no leader has published a record here")
         if lock is None:
             notes.append("nobody leads: the leader lock is free")
@@ -174,24 +185,33 @@ class Observer:
         )
 
     def _record(self, prefix: str, notes: list[str]) -> tuple[int, FleetRecord | None]:
-        found = self.backend.read_fenced(record_key(prefix))
-        if found is None:
-            return 0, None
-        term, data = found
+        term, data = self._cell(record_key(prefix), notes)
         try:
-            return term, decode_record(data) if data else None
+            record = decode_record(data) if data else None
+            if record is not None:
+                check_record(record)
+            return term, record
         except RefitError as error:
             notes.append(str(error))
-            return term, None
+        except RecursionError:
+            notes.append(f"not a status record: {data[:80]!r}")
+        return term, None
 
-    def _version(self, key: str) -> int | None:
-        found = self.backend.read_fenced(key)
-        if found is None or not found[1]:
-            return None
+    def _version(self, key: str, notes: list[str]) -> int | None:
+        _, data = self._cell(key, notes)
         try:
-            return decode_version(found[1]).number
-        except RefitError:
+            return decode_version(data).number if data else None
+        except (RefitError, OverflowError, RecursionError):
+            notes.append(f"{key} is {data[:80]!r}; expected a version")
             return None
+
+    def _cell(self, key: str, notes: list[str]) -> tuple[int, bytes]:
+        """Token and value of a fenced cell: 0 and nothing when it is not there, or of another program."""
+        try:
+            return self.backend.read_fenced(key) or (0, b"")
+        except ValueError:
+            notes.append(f"{key} is {(self.backend.get(key) or b'')[:80]!r}; expected a fenced cell")
+            return 0, b""
 
 
 def _shards(record: FleetRecord, seats: set[int]) -> tuple[Shard, ...]:

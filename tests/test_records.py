@@ -20,6 +20,10 @@ FOREIGN = [
     b'{"pid":"abc","since":"x"}',
     b'{"pid":1e999,"since":true,"rank":"0","host":5,"label":["x"]}',
     b"[" * 100_000,
+    b'{"pid":' + b"9" * 400 + b',"since":' + b"9" * 400 + b"}",
+    b'{"since":1,"payload":NaN}',
+    b'{"since":1,"payload":1e999}',
+    b'{"since":1,"payload":' + b"[" * 500 + b"]" * 500 + b"}",
 ]
 
 
@@ -41,6 +45,15 @@ def test_a_payload_is_a_json_value() -> None:
     for payload in (math.nan, {1, 2}, object()):
         with pytest.raises(BackendMisconfigured):
             make_record(payload=payload)
+
+
+@pytest.mark.parametrize("depth", [200, 100_000])
+def test_a_payload_that_no_reader_could_show_is_refused(depth: int) -> None:
+    payload: list[object] = []
+    for _ in range(depth):
+        payload = [payload]
+    with pytest.raises(BackendMisconfigured, match="nested too deep"):
+        make_record(payload=payload)
 
 
 @pytest.mark.parametrize("token", [math.nan, 2.5, True, "x", None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import threading
 import time
@@ -11,18 +12,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import dprims
 from dprims.backend import Backend
+from dprims.cli._status_text import render
 from dprims.exceptions import BackendUnavailable, RefitAborted, RefitError
 from dprims.status import FleetView, Observer, Snapshot, bare
 from dprims.synchronizer import CollectiveWeightSynchronizer
-from dprims.synchronizer._record import record_key
+from dprims.synchronizer._keys import current_key, next_key
+from dprims.synchronizer._record import encode_record, record_key
 from dprims.testing.faults import Fault, FaultInjector
 from dprims.testing.threads import ThreadGeneration, ThreadPolicy
 from dprims.testing.weights import ToySink, ToySource
 
 from .helpers.services import LIMIT_S, Service, in_thread, until
+from .test_status_record import RECORD
 
 FLEET = "fleet"
 
@@ -263,6 +268,56 @@ def test_a_record_of_another_schema_is_said_and_not_shown(
     (fleet,) = Observer(backend, namespace, fleets=[FLEET]).look().fleets
     assert fleet.record is None
     assert fleet.notes[0] == "status record of schema 99; this dprims reads 1"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [b"garbage", b"", b"x:1", b"5:{", b"5:[]", b"5:{}", b"5:\xff", b"5:" + b"[" * 50_000, b"5:[1e999,1]"],
+    ids=range(9),
+)
+@pytest.mark.parametrize("service", ["redis"], indirect=True)
+def test_cells_of_another_program_are_said_and_not_shown(
+    backend: Backend, namespace: str, cell: bytes
+) -> None:
+    with dprims.DistributedLock("a", backend, namespace=namespace):
+        for key in (record_key, current_key, next_key):
+            backend.compare_and_set(key(f"{namespace}/refit"), None, cell)
+        snapshot = Observer(backend, namespace).look()
+    (fleet,) = snapshot.fleets
+    assert (fleet.record, fleet.version, fleet.reserved) == (None, None, None)
+    assert len([note for note in fleet.notes if "expected" in note or "not a status record" in note]) == 3
+    assert [lock.name for lock in snapshot.locks] == ["a"]
+    json.dumps(snapshot.to_json())
+
+
+@pytest.mark.parametrize("service", ["redis"], indirect=True)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("at", "noon"),
+        ("at", 10**400),
+        ("counts", [1, None, 0]),
+        ("train_world_size", -1),
+        ("train_world_size", 10**15),
+        ("shard_sizes", [["x", 2]]),
+        ("absent", {}),
+        ("last_error", [5, None]),
+        ("outage", {"began_at": None, "seconds": None, "failures": 1, "why": ""}),
+        ("last_outage", {"began_at": 1e300, "seconds": None, "failures": 1, "why": ""}),
+    ],
+    ids=range(10),
+)
+def test_a_record_with_a_broken_field_breaks_no_view(
+    backend: Backend, namespace: str, field: str, value: Any
+) -> None:
+    record = json.loads(encode_record(RECORD))
+    backend.write_fenced(record_key(f"{namespace}/refit"), json.dumps({**record, field: value}).encode(), 5)
+    snapshot = Observer(backend, namespace).look()
+    (fleet,) = snapshot.fleets
+    assert (fleet.record is None) == (field not in ("absent", "last_outage"))
+    assert fleet.record or field in fleet.notes[0] or "status record" in fleet.notes[0]
+    json.dumps(snapshot.to_json())
+    Console(file=io.StringIO()).print(render(snapshot))
 
 
 @pytest.mark.slow

@@ -186,7 +186,10 @@ def _sync(sync: SyncSummary) -> str:
 
 def ago(at: float) -> str:
     """When that was, by the clock of the host that says so."""
-    return strftime("%H:%M:%S", localtime(at))
+    try:
+        return strftime("%H:%M:%S", localtime(at))
+    except (ValueError, OverflowError, OSError):  # no year that a calendar has
+        return "?"
 
 
 def seconds(length: float | None) -> str:
