@@ -31,6 +31,10 @@ MAX_OVERDUE = 8
 """With how many jobs left to themselves no further one is begun."""
 
 
+class NoThread(BackendUnavailable):
+    """There is no thread for another line: the process has too many, or the interpreter ends."""
+
+
 class Line:
     """One connection and its thread; the thread opens the connection when the first job comes."""
 
@@ -97,7 +101,11 @@ class Lines:
             if self._idle:
                 line = self._idle.pop()
             else:
-                self._all.add(line := Line(self))
+                try:
+                    line = Line(self)
+                except RuntimeError as error:
+                    raise NoThread(f"{self._who} cannot be asked: {error}") from error
+                self._all.add(line)
             return line.submit(job)
 
     def result(self, future: Future[T], timeout: float) -> T:

@@ -23,7 +23,7 @@ from dprims.backend import boottime, need, split_url
 from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 from dprims.torchstore import serve_store
 
-from ._lines import Job, Lines
+from ._lines import Job, Lines, NoThread
 from ._tickets import CLOCK, Steps
 from ._urls import why_not, without_password
 
@@ -84,6 +84,8 @@ class StoreLink:
         self.session = uuid.uuid4().hex[:16]
         self._lines = Lines(self._dial, self.url)
         self._waits: dict[futures.Future[None], Wait] = {}
+        self._beginning = threading.Lock()
+        """Held while a wait begins, and while closing sees to it that none does any more."""
 
     @property
     def is_inherited(self) -> bool:
@@ -134,14 +136,17 @@ class StoreLink:
             raise BackendUnavailable(f"{self.url} broke off: {error}") from error
 
     def wait_for(self, wait: Wait) -> futures.Future[None]:
-        """Wait for a key on a line of its own."""
+        """Wait for a key on a line of its own; BackendUnavailable once this was closed."""
 
         def job(store: Any) -> None:
             if wait.wanted():
                 do(store, "wait", [wait.key], wait.limit)
 
-        waiting = self.start(job)
-        self._waits[waiting] = wait
+        with self._beginning:
+            if self.closed:
+                raise BackendUnavailable(f"{self.url}: this backend was closed")
+            waiting = self.start(job)
+            self._waits[waiting] = wait
 
         def ended(_: object) -> None:
             self._waits.pop(waiting)
@@ -163,7 +168,8 @@ class StoreLink:
 
     def close(self, farewell: Job[None]) -> None:
         """End every wait, run *farewell*, and close every connection and what is served here."""
-        waits, self.closed = list(self._waits.values()), True
+        with self._beginning:
+            waits, self.closed = list(self._waits.values()), True
         for wait in waits:
             wait.wanted = no
             wait.ended.set()
@@ -176,8 +182,14 @@ class StoreLink:
                 self.end_unwanted_waits(store)
                 time.sleep(0.001)
 
-        with suppress(BackendUnavailable):
+        try:
             self.call(wind_up, _GOODBYE_S)
+        except NoThread:  # so it is done on this one, with a connection that is bounded by itself
+            self._in_doubt = True
+            with suppress(BackendUnavailable, Broken):
+                wind_up(self._dial())
+        except BackendUnavailable:
+            pass  # what could not be given back ends with its ttl
         self._lines.close(_GOODBYE_S)
         self.served = None
 

@@ -7,9 +7,13 @@ left behind.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,6 +28,8 @@ T = TypeVar("T")
 
 _FOR_EVER = timedelta(days=7)
 _SLACK_S = 0.2
+_EXIT_S = 5.0
+"""How long the end of the process waits for backends that nobody has closed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +84,14 @@ class TCPStoreBackend(Backend):
             self._link.close(lambda store: None)
             raise
         self._start()
+        _OPEN.add(self)
 
     def _start(self) -> None:
         self._tickets = Tickets(self._link.session, self._link.base)
         self._mutex = threading.Lock()
         self._open: set[_StoreTicket] = set()
         """What stands in some queue by our doing, and must not be left behind there."""
+        self._closed = False
 
     # -- queues -------------------------------------------------------------------------------------
 
@@ -162,6 +170,8 @@ class TCPStoreBackend(Backend):
 
     def _join(self, ticket: _StoreTicket) -> None:
         with self._mutex:
+            if self._closed:
+                raise BackendUnavailable(f"{self!r}: this backend was closed")
             self._open.add(ticket)
 
         def job(store: Any) -> None:
@@ -292,15 +302,18 @@ class TCPStoreBackend(Backend):
 
     def disconnect(self) -> None:
         """Close every connection and thread, and the store itself where this process serves it."""
+        _OPEN.discard(self)
         if self._link.is_inherited:
             return
         with self._mutex:
-            tickets, self._open = list(self._open), set()
+            tickets, self._open, self._closed = list(self._open), set(), True
         for ticket in tickets:
-            ticket.gone = True
+            ticket.gone = ticket.unwanted = True
             ticket.turn.set()
 
         def leave_all(store: Any) -> None:
+            joining = [ticket.joining for ticket in tickets if ticket.joining is not None]
+            futures.wait(joining, _SLACK_S)  # who is about to get a number has it then, or never will
             for ticket in tickets:
                 drive(self._tickets.leave(ticket), store)
 
@@ -324,6 +337,36 @@ class TCPStoreBackend(Backend):
     def _limit(self, ticket: Ticket) -> float:
         """How long one operation for *ticket* may take: after its ttl it would be of no use."""
         return min(self._link.timeout, max(ticket.ttl, 0.5))
+
+
+_OPEN: weakref.WeakSet[TCPStoreBackend] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_open() -> None:
+    """Close what nobody has closed, first those who use a store, then those who serve one.
+
+    A thread that still waits in a store while the interpreter ends would abort the process if the server
+    died just then.
+    """
+    deadline = time.monotonic() + _EXIT_S
+    for serving in (False, True):
+        closing = []
+        for backend in [one for one in list(_OPEN) if (one._link.served is not None) is serving]:
+            thread = threading.Thread(target=_close_quietly, args=(backend,), daemon=True)
+            try:
+                thread.start()
+                closing.append(thread)
+            except RuntimeError:  # newer Pythons start no thread any more at this point
+                if time.monotonic() < deadline:
+                    _close_quietly(backend)
+        for thread in closing:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _close_quietly(backend: TCPStoreBackend) -> None:
+    with suppress(Exception):  # the process is ending; a ttl frees what could not be given back
+        backend.close()
 
 
 _IN_PROCESS = Guarantees(

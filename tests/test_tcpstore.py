@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -323,6 +326,89 @@ def test_waiting_prints_nothing(
     with pytest.raises(BackendUnavailable):
         result()
     assert capfd.readouterr().err == ""
+
+
+# -- the end ------------------------------------------------------------------------------------------
+
+
+def test_a_wait_that_begins_while_the_backend_closes_is_refused(
+    backend: TCPStoreBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, about_to, begun = backend._link, threading.Event(), threading.Event()
+    wait_for, call = link.wait_for, link.call
+
+    def begin_late(wait: Any) -> Any:
+        about_to.set()
+        until(lambda: link.closed, "the closing")
+        try:
+            return wait_for(wait)
+        finally:
+            begun.set()
+
+    def after_that(*arguments: Any) -> Any:
+        assert not link.closed or begun.wait(LIMIT_S)
+        return call(*arguments)
+
+    monkeypatch.setattr(link, "wait_for", begin_late)
+    monkeypatch.setattr(link, "call", after_that)
+    result = in_thread(lambda: backend.wait(f"{name}/cell", 2 * LIMIT_S))
+    assert about_to.wait(LIMIT_S)
+    backend.close()
+    with pytest.raises(BackendUnavailable, match="closed"):
+        result()
+
+
+def test_who_joins_a_queue_while_the_backend_closes_is_not_left_in_it(
+    served: dprims.Backend, backend: TCPStoreBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[object] = []
+    close = backend._link.close
+
+    def join_first(farewell: Any) -> None:
+        try:
+            outcomes.append(backend.enqueue(name, 60, b"{}"))
+        except BackendUnavailable as error:
+            outcomes.append(error)
+        close(farewell)
+
+    monkeypatch.setattr(backend._link, "close", join_first)
+    backend.disconnect()
+    assert "closed" in str(outcomes[0])
+    assert served.queue(name) == []
+
+
+@pytest.mark.parametrize("threads", ["as many as it likes", "none at its end"])
+def test_a_process_that_ends_without_closing_waits_in_no_store_any_more(
+    server: TCPStoreServer, threads: str
+) -> None:
+    """Else the death of the server in that moment would abort it. Python 3.12 starts no threads then."""
+    program = f"""
+import atexit, os, signal, threading
+
+@atexit.register  # before all others, so it runs after them
+def die() -> None:
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("dprims")])
+    os.kill({server._process.pid}, {signal.SIGKILL.value})
+
+import dprims
+holder, backend = dprims.connect({server.url!r}), dprims.connect({server.url!r})
+dprims.DistributedLock("lock", holder).acquire()
+lock = dprims.DistributedLock("lock", backend)
+threading.Thread(target=lambda: backend.wait("cell", 60), daemon=True).start()
+threading.Thread(target=lock.acquire, daemon=True).start()
+while len(backend._link._waits) < 2 or not lock.waiters(): pass
+threading.excepthook = lambda _: None
+
+def refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+if {threads == "none at its end"}:
+    atexit.register(setattr, threading.Thread, "start", refuse)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=2 * LIMIT_S
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 # -- faults -------------------------------------------------------------------------------------------
