@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dprims.backend import Backend, Guarantees, Place, Ticket, split_url
-from dprims.exceptions import BackendMisconfigured
+from dprims.exceptions import BackendMisconfigured, BackendUnavailable
 
 from ._urls import without_password
 
@@ -31,6 +32,8 @@ class _MemoryTicket(Ticket):
     turn: threading.Event = field(default_factory=threading.Event)
     granted: int | None = None
     """The token under which the queue has it as the holder; ``token`` once it has been told."""
+    backend: MemoryBackend | None = None
+    """Through which it joined, and with whose closing it ends."""
 
 
 _SPACES: dict[str, _Space] = {}
@@ -57,13 +60,25 @@ class MemoryBackend(Backend):
         self.url = url
         with _SPACES_LOCK:
             self._space = _SPACES.setdefault(parts.netloc, _Space())
+        self._closed = False
+
+    @contextmanager
+    def _opened(self) -> Iterator[_Space]:
+        """The space, for one thread alone; BackendUnavailable once this backend was closed."""
+        with self._space.changed:
+            self._refuse_if_closed()
+            yield self._space
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise BackendUnavailable(f"{self!r}: this backend was closed")
 
     # -- queues -----------------------------------------------------------------------------------
 
     def enqueue(self, name: str, ttl: float, record: bytes) -> Ticket:
-        ticket = _MemoryTicket(name, ttl, record, proven=self.clock())
-        with self._space.changed:
-            self._space.queues.setdefault(name, []).append(ticket)
+        ticket = _MemoryTicket(name, ttl, record, proven=self.clock(), backend=self)
+        with self._opened() as space:
+            space.queues.setdefault(name, []).append(ticket)
             self._settle(name)
             ticket.token = ticket.granted
         return ticket
@@ -72,8 +87,8 @@ class MemoryBackend(Backend):
         ticket = _ours(ticket)
         deadline = self.clock() + timeout
         while True:
-            with self._space.changed:
-                queue = self._space.queues.setdefault(ticket.name, [])
+            with self._opened() as space:
+                queue = space.queues.setdefault(ticket.name, [])
                 if ticket not in queue and not ticket.gone:  # dropped as dead while it was frozen
                     queue.append(ticket)
                 ticket.proven = self.clock()
@@ -97,33 +112,33 @@ class MemoryBackend(Backend):
 
     def beat(self, tickets: Sequence[Ticket], timeout: float) -> float | None:
         now = self.clock()
-        with self._space.changed:
+        with self._opened() as space:
             for ticket in tickets:
-                if ticket in self._space.queues.get(ticket.name, ()):
+                if ticket in space.queues.get(ticket.name, ()):
                     ticket.proven = now
                 elif ticket.token is not None:
                     ticket.gone = True
         return None
 
     def queue(self, name: str) -> list[Place]:
-        with self._space.changed:
+        with self._opened() as space:
             self._settle(name)
-            return [Place(name, ticket.granted, ticket.record) for ticket in self._space.queues.get(name, ())]
+            return [Place(name, ticket.granted, ticket.record) for ticket in space.queues.get(name, ())]
 
     def held(self, prefix: str) -> list[Place]:
-        with self._space.changed:
-            names = sorted(name for name in self._space.queues if name.startswith(prefix))
+        with self._opened() as space:
+            names = sorted(name for name in space.queues if name.startswith(prefix))
         return [place for name in names for place in self.queue(name)[:1]]
 
     def silences(self, names: Sequence[str]) -> list[float | None]:
         now = self.clock()
-        with self._space.changed:
-            holders = [next(iter(self._space.queues.get(name, ())), None) for name in names]
+        with self._opened() as space:
+            holders = [next(iter(space.queues.get(name, ())), None) for name in names]
             return [None if one is None else max(now - one.proven, 0.0) for one in holders]
 
     def evict(self, name: str, token: int) -> bool:
-        with self._space.changed:
-            holder = next(iter(self._space.queues.get(name, ())), None)
+        with self._opened() as space:
+            holder = next(iter(space.queues.get(name, ())), None)
             return holder is not None and holder.granted == token and self._remove(holder)
 
     def _remove(self, ticket: _MemoryTicket) -> bool:
@@ -152,29 +167,36 @@ class MemoryBackend(Backend):
     # -- cells ------------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes | None:
-        with self._space.changed:
-            return self._space.cells.get(key)
+        with self._opened() as space:
+            return space.cells.get(key)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bytes | None:
-        with self._space.changed:
-            if self._space.cells.get(key) == expected:
-                self._space.cells[key] = value
-                self._space.changed.notify_all()
-            return self._space.cells.get(key)
+        with self._opened() as space:
+            if space.cells.get(key) == expected:
+                space.cells[key] = value
+                space.changed.notify_all()
+            return space.cells.get(key)
 
     def wait(self, key: str, timeout: float) -> bytes | None:
-        with self._space.changed:
-            self._space.changed.wait_for(lambda: key in self._space.cells, timeout)
-            return self._space.cells.get(key)
+        with self._opened() as space:
+            space.changed.wait_for(lambda: key in space.cells or self._closed, timeout)
+            self._refuse_if_closed()
+            return space.cells.get(key)
 
     def delete(self, key: str) -> None:
-        with self._space.changed:
-            self._space.cells.pop(key, None)
+        with self._opened() as space:
+            space.cells.pop(key, None)
 
     # -- life -------------------------------------------------------------------------------------
 
     def disconnect(self) -> None:
-        """Nothing to close: the space lives as long as the process."""
+        """End what was asked for through this backend; the space lives as long as the process."""
+        with self._space.changed:
+            self._closed = True
+            mine = [one for queue in self._space.queues.values() for one in queue if one.backend is self]
+            for ticket in mine:
+                self._remove(ticket)
+            self._space.changed.notify_all()
 
     def reconnect_after_fork(self) -> None:
         raise BackendMisconfigured(

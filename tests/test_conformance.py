@@ -14,6 +14,7 @@ from .helpers.services import Service
 
 
 class _ByUrl(BackendConformance):
+    refuses_after_close = True
     url: ClassVar[str]
 
     def make_backend(self) -> dprims.Backend:

@@ -272,6 +272,13 @@ def test_a_broken_backend_is_found_out(backend: type[Toy]) -> None:
     assert isinstance(failed.get(check), AssertionError), f"{check} did not see it: {failed}"
 
 
+def test_a_backend_that_goes_on_after_close_is_found_out_where_it_promises_not_to() -> None:
+    check = "test_a_closed_backend_is_of_no_use"
+    suite = type("Suite", (ToySuite,), {"refuses_after_close": True})
+    assert isinstance(failures(suite, [check]).get(check), AssertionError)
+    assert not failures(ToySuite, [check])
+
+
 def test_there_are_at_least_ten() -> None:
     assert len(BROKEN) >= 10
 

@@ -25,6 +25,8 @@ class Suite:
     """What the checks use, in seconds; raised to the backend's ``min_ttl``."""
     patience_s: float = 5.0
     """How much longer than it should anything may take before a check fails."""
+    refuses_after_close: bool = False
+    """Whether a closed backend raises BackendUnavailable, which is checked only where it is promised."""
 
     def make_backend(self) -> Backend:
         """A new backend object each time, connected to the same service; the checks close it."""

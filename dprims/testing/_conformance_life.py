@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 
-from ..exceptions import LockLost
+from ..exceptions import BackendUnavailable, LockLost
 from ..lock import DistributedLock
 from ._conformance import Suite, done, expect, result, until
 
@@ -32,6 +34,39 @@ class LifeChecks(Suite):
             return [thread.name for thread in new if not thread.name.startswith("conformance")]
 
         until(lambda: not left(), self.patience_s, f"the end of the closed backends' threads {left()}")
+
+    def test_a_closed_backend_is_of_no_use(self) -> None:
+        """After close every call that asks for something raises BackendUnavailable, also one that waits.
+
+        Left out for a suite that does not say ``refuses_after_close``.
+        """
+        if not self.refuses_after_close:
+            return
+        mine = self._connect()
+        expect(self._join_for_long(self.b).held, "a free lock was not had")
+        lock = DistributedLock(self.name, mine, namespace="conformance", ttl=self.ttl)
+        waits: list[Future[bytes | bool | None]] = [
+            self._pool.submit(mine.wait, self._name("nobody writes it"), self.long_s),
+            self._pool.submit(mine.await_turn, self._join_for_long(mine), self.long_s),
+        ]
+        mine.close()
+        for wait in waits:
+            expect(done(wait, self.patience_s), "a wait outlasts close")
+        expect(isinstance(waits[0].exception(), BackendUnavailable), "a wait for a cell ended quietly")
+        expect(waits[1].exception() is not None or not waits[1].result(), "a closed backend gave a lock")
+        calls: dict[str, Callable[[], object]] = {
+            "acquire": lambda: lock.acquire(0),
+            "queue": lambda: mine.queue(self.name),
+            "held": lambda: mine.held(self.name),
+            "get": lambda: mine.get(self._name("cell")),
+            "compare_and_set": lambda: mine.compare_and_set(self._name("cell"), None, b"1"),
+            "wait": lambda: mine.wait(self._name("cell"), 0),
+        }
+        for what, call in calls.items():
+            asked = self._pool.submit(call)
+            expect(done(asked, self.patience_s), f"{what} on a closed backend: nothing")
+            expect(isinstance(asked.exception(), BackendUnavailable), f"{what} works on a closed backend")
+        expect(self.b.get(self._name("cell")) is None, "a closed backend wrote a cell")
 
     def test_killed_holder_and_waiters(self) -> None:
         """When holder and waiters are killed, the next live waiter is in after one ttl."""
