@@ -141,7 +141,7 @@ def test_wrong_use_is_one_line_and_exits_with_two(
     assert said in captured.err
 
 
-@pytest.mark.parametrize("content", ["{", "[]"])
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000], ids=range(3))
 def test_a_config_has_to_be_a_json_object(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

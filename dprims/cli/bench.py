@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Measure what this machine does.")
 
+LARGEST_MIB = 1 << 20
 SWEEP = (16, 64, 256, 1024, 4096)
 """Into how many tensors ``--sweep`` cuts the same bytes."""
 
@@ -69,7 +71,9 @@ def refit(
                 typer.echo(f"  {name:16} {text}")
         return
     _check(device, model, tuple(MODELS), only or [], tuple(CONTESTANTS))
-    bucket_bytes = int(bucket_mib * 1024) * 1024 if bucket_mib else BUCKET_BYTES[device]
+    bucket_bytes = BUCKET_BYTES[device] if bucket_mib is None else _bucket_bytes(bucket_mib)
+    _check_picture(picture)
+    _check_writable(trace, "--trace")
     metas = cut(model_metas(model), max_mib * 1024 * 1024 if max_mib else None)
     options: dict[str, Any] = {
         "device": device,
@@ -166,6 +170,36 @@ def _check(
         raise typer.BadParameter(f"{device!r}; cpu or cuda", param_hint="--device")
     if device == "cuda" and not need("torch", "torch").cuda.is_available():
         raise typer.BadParameter("'cuda', and there is no GPU here", param_hint="--device")
+
+
+def _bucket_bytes(mib: float) -> int:
+    if not 1 / 1024 <= mib <= LARGEST_MIB:  # neither is NaN
+        raise typer.BadParameter(
+            f"{mib:g}; expected 1/1024 (1 KiB) to {LARGEST_MIB}", param_hint="--bucket-mib"
+        )
+    return int(mib * 1024) * 1024
+
+
+def _check_picture(path: Path | None) -> None:
+    if path is None:
+        return
+    _check_writable(path, "--picture")
+    kinds = need("matplotlib.backend_bases", "bench").FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in {*kinds, ""}:
+        raise typer.BadParameter(
+            f"{path}; expected a name that ends in one of {', '.join(kinds)}", param_hint="--picture"
+        )
+
+
+def _check_writable(path: Path | None, option: str) -> None:
+    """Refuse, before anything is measured, a file that could not be written afterwards."""
+    if path is None:
+        return
+    target = path if path.exists() else path.parent
+    if target == path.parent and not target.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {target}", param_hint=option)
+    if not os.access(target, os.W_OK):
+        raise typer.BadParameter(f"{path}: {target} cannot be written to", param_hint=option)
 
 
 def _limit(measured: list[Measured]) -> Measured:

@@ -106,7 +106,7 @@ def _write(path: Path, text: str) -> None:
 def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{path} is no JSON: {error}", param_hint="--check") from None
     if not isinstance(config, dict):
         raise typer.BadParameter(f"{path} holds no JSON object", param_hint="--check")
