@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -115,6 +116,34 @@ def test_wrong_use_is_one_line_and_status_2(
     assert said.out == ""
     assert said.err.startswith(f"dprims: {message}")
     assert said.err.count("\n") == 1
+
+
+def shell(line: str, unbuffered: str = "") -> subprocess.CompletedProcess[bytes]:
+    """Run *line*, in which $DPRIMS is the program."""
+    settings = {**os.environ, "DPRIMS": f"{sys.executable} -m dprims", "PYTHONUNBUFFERED": unbuffered}
+    return subprocess.run(["/bin/sh", "-c", line], env=settings, capture_output=True, timeout=60)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize(
+    "command", ["mesh -n 64 --tp 8", "mesh -n 64 --json", "doctor", "doctor --json", "--help"]
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_one_line_and_status_1(command: str, unbuffered: str) -> None:
+    ran = shell(f"$DPRIMS {command} >/dev/full", unbuffered)
+    assert ran.returncode == 1
+    assert ran.stderr == b"dprims: cannot write its output: No space left on device\n"
+
+
+def test_a_closed_stdout_or_stderr_is_no_error() -> None:
+    assert (ran := shell("$DPRIMS mesh -n 64 --tp 8 >&-")).returncode == 0, ran.stderr
+    ran = shell("$DPRIMS nonsense 2>&-")
+    assert (ran.returncode, ran.stdout) == (2, b"")
+
+
+def test_a_reader_that_has_gone_is_no_line() -> None:
+    ran = shell("{ $DPRIMS --version; echo $? >&2; } | true")
+    assert ran.stderr in (b"0\n", b"1\n")
 
 
 @pytest.mark.parametrize("command", [["-m", "dprims"], [str(Path(sys.executable).with_name("dprims"))]])

@@ -156,6 +156,18 @@ def test_run_as_json(redis_server: RedisServer, name: str) -> None:
     assert run.returncode == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize("status", [0, 5])
+def test_the_status_is_the_commands_though_the_json_could_not_be_written(
+    redis_server: RedisServer, name: str, status: int
+) -> None:
+    command = [*DPRIMS, "lock", "run", "--json", redis_server.url, name, "sh", "-c", f"exit {status}"]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, timeout=LIMIT)
+    assert run.returncode == status
+    assert run.stderr == b"dprims lock run: cannot write its output: No space left on device\n"
+
+
 def test_a_command_that_a_signal_killed(redis_server: RedisServer, name: str) -> None:
     assert (
         call("lock", "run", redis_server.url, name, "--", "/bin/sh", "-c", "kill -9 $$").returncode == 128 + 9
@@ -555,6 +567,7 @@ def test_roster(redis_server: RedisServer, backend: dprims.Backend, name: str) -
         (["lock", "ls"], "Missing argument 'URL', and DPRIMS_BACKEND is not set."),
         (["lock", "show", "nowhere", "n"], "expected scheme://"),
         (["lock", "run", "memory://x", "n", "--", "ls"], "'memory://x' is seen by one process alone"),
+        (["lock", "run", "memory://u:secret@x?p=secret", "n", "ls"], "'memory://...' is seen by one process"),
         (["lock", "show", "URL"], "Missing argument"),
         (["lock", "show", "URL", "x" * 600], "expected 1 to 512 bytes"),
         (["lock", "ls", "URL", "a", "b"], "unexpected extra argument"),
@@ -569,6 +582,7 @@ def test_wrong_use_is_one_line_and_2(redis_server: RedisServer, arguments: list[
     assert run.returncode == 2
     assert run.stdout == ""
     assert says in run.stderr
+    assert "secret" not in run.stderr
     assert run.stderr.count("\n") == 1
 
 

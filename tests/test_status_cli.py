@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -148,6 +149,43 @@ def test_a_fleet_of_1024_shards_fits_a_screen(
     assert "absent    0,100,200,300,400,500,600,700,800,900,1000: not in the roster" in run.stdout
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "utf-8"},
+    ],
+    ids=range(3),
+)
+def test_what_the_output_cannot_encode_is_shown_otherwise(
+    backend: dprims.Backend, redis_server: RedisServer, namespace: str, settings: dict[str, str]
+) -> None:
+    big_fleet(backend, namespace)
+    with dprims.DistributedLock("a", backend, namespace=namespace, label="caf\xe9"):
+        run = subprocess.run(
+            [*STATUS, redis_server.url, "--namespace", namespace],
+            env={**ENVIRONMENT, **settings},
+            capture_output=True,
+            timeout=LIMIT_S,
+        )
+    assert (run.returncode, run.stderr) == (0, b"")
+    shown = run.stdout.decode()
+    if settings.get("PYTHONIOENCODING") == "utf-8":
+        assert "caf\xe9 pid" in shown
+        assert "· 11 absent" in shown
+    else:
+        assert "caf? pid" in shown
+        assert "# 0 serving" in shown
+        assert ". 11 absent" in shown
+
+
+def test_a_closed_stdout_is_no_error(redis_server: RedisServer) -> None:
+    line = f"{shlex.join([*STATUS, redis_server.url])} >&-"
+    run = subprocess.run(["/bin/sh", "-c", line], env=ENVIRONMENT, capture_output=True, timeout=LIMIT_S)
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
 def test_on_a_terminal_it_goes_on_until_it_is_interrupted(
     backend: dprims.Backend, redis_server: RedisServer, namespace: str
 ) -> None:
@@ -183,6 +221,7 @@ def test_on_a_terminal_it_goes_on_until_it_is_interrupted(
     ("arguments", "says"),
     [
         (["memory://x"], "'memory://x' is seen by one process alone"),
+        (["memory://u:secret@x"], "'memory://...' is seen by one process alone"),
         (["nowhere://x"], "scheme is 'nowhere'"),
         (["redis"], "expected scheme://"),
         (["URL", "--namespace", ""], "namespace is ''"),

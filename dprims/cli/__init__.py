@@ -16,17 +16,25 @@ from collections.abc import Sequence
 
 from ..backend import need
 from ..exceptions import DprimsError
+from ._output import flushed, give_up, is_unwritten, prepare
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that *arguments* (None: this process's own) name; return the exit status."""
+    prepare()
     try:
         need("typer", "cli")
         from ._app import run
 
-        return run(sys.argv[1:] if arguments is None else arguments)
+        status = run(sys.argv[1:] if arguments is None else arguments)
     except DprimsError as error:
         print("dprims:", *str(error).split(), file=sys.stderr)
-        return 2 if isinstance(error, (ValueError, ImportError)) else 1
+        status = 2 if isinstance(error, (ValueError, ImportError)) else 1
+    except OSError as error:
+        if not is_unwritten(error):
+            raise
+        give_up(error)
+        status = 1
+    return status if flushed() else status or 1

@@ -14,16 +14,18 @@ from ..backend import Owner
 from ..status import FleetView, RosterView, Snapshot, StandingLock
 from ..synchronizer._record import SyncSummary, ranges
 from ._columns import one_line
+from ._output import encodes
 
 MANY = 16
 """How many members of a roster, waiters of a lock, or reasons of absence are listed one by one."""
 
 _LOOKS = {
-    "serving": ("■", "green"),
-    "returning": ("~", "yellow"),
-    "lost": ("x", "bold red"),
-    "absent": ("·", "red"),
+    "serving": ("■", "#", "green"),
+    "returning": ("~", "~", "yellow"),
+    "lost": ("x", "x", "bold red"),
+    "absent": ("·", ".", "red"),
 }
+"""Of each state the glyph, the one where the output cannot show that, and the style."""
 
 
 def render(snapshot: Snapshot) -> RenderableType:
@@ -63,7 +65,8 @@ def _fleet(fleet: FleetView) -> Iterable[RenderableType]:
     if fleet.trainers_missing:
         yield Text(f"  trainers {ranges(fleet.trainers_missing)} are not in the roster", "bold red")
     counts = Text("  shards   ")
-    for state, (glyph, style) in _LOOKS.items():
+    for state, (_, _, style) in _LOOKS.items():
+        glyph = _glyph(state)
         count = fleet.count(state)  # type: ignore[arg-type]
         counts.append(f"{glyph} {count} {state}   ", style if count else "dim")
     yield counts
@@ -94,6 +97,10 @@ def _fleet(fleet: FleetView) -> Iterable[RenderableType]:
     )
 
 
+def _glyph(state: str) -> str:
+    return _LOOKS[state][0 if encodes("■·") else 1]
+
+
 def _grid(fleet: FleetView) -> Text:
     """A glyph a shard, 64 a row, with the number of the first."""
     grid = Text()
@@ -101,8 +108,7 @@ def _grid(fleet: FleetView) -> Text:
     for first in range(0, len(fleet.shards), 64):
         grid.append(f"  {first:>{wide}} ", "dim")
         for shard in fleet.shards[first : first + 64]:
-            glyph, style = _LOOKS[shard.state]
-            grid.append(glyph, style)
+            grid.append(_glyph(shard.state), _LOOKS[shard.state][-1])
         if first + 64 < len(fleet.shards):
             grid.append("\n")
     return grid
@@ -114,7 +120,7 @@ def _missing(fleet: FleetView) -> Iterable[Text]:
         if shard.state != "serving":
             why.setdefault((shard.state, shard.reason), []).append(shard.shard)
     for (state, reason), shards in list(why.items())[:MANY]:
-        yield Text(f"  {state:9} {ranges(shards)}: {one_line(reason)}", _LOOKS[state][1])
+        yield Text(f"  {state:9} {ranges(shards)}: {one_line(reason)}", _LOOKS[state][-1])
     if len(why) > MANY:
         yield Text(f"  and {len(why) - MANY} more reasons", "dim")
 

@@ -45,5 +45,6 @@ def is_url(word: str) -> bool:
 def seen_by_others(url: str) -> str:
     """*url*, unless other processes would not see what this one finds or leaves there."""
     if url.startswith("memory:"):
-        raise typer.BadParameter(f"{url!r} is seen by one process alone", param_hint="URL")
+        shown = "memory://..." if set(url) & set("@?#") else url  # there may be secrets in it
+        raise typer.BadParameter(f"{shown!r} is seen by one process alone", param_hint="URL")
     return url

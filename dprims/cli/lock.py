@@ -13,6 +13,7 @@ from ..backend import Backend, Owner, check_name, connect
 from ..lock import DistributedLock
 from ..record import owner_of
 from ._columns import columns, one_line
+from ._output import give_up
 from ._under_lock import run_under, signals
 from ._urls import URL_HELP, Missing, backend_url, is_url, seen_by_others, url_and
 
@@ -72,7 +73,10 @@ def run(
         )
         outcome = run_under(guarded, command, grace, inbox)
     if as_json:
-        typer.echo(json.dumps(asdict(outcome)))
+        try:
+            typer.echo(json.dumps(asdict(outcome)))
+        except OSError as error:  # the command has run: its status is worth more
+            give_up(error, "dprims lock run")
     raise typer.Exit(outcome.status)
 
 
