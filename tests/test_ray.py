@@ -19,7 +19,14 @@ from typing import Any
 
 import pytest
 
-from dprims.exceptions import DprimsError, MembershipError, PeerLost, RefitAborted, RefitError
+from dprims.exceptions import (
+    BackendMisconfigured,
+    DprimsError,
+    MembershipError,
+    PeerLost,
+    RefitAborted,
+    RefitError,
+)
 from dprims.synchronizer import CollectiveWeightSynchronizer, DictSink
 from dprims.testing.faults import Fault, InjectedFault
 from dprims.testing.weights import ToySink, ToySource, toy_tensors
@@ -491,6 +498,8 @@ def test_actors_of_the_user(machines: Machines) -> None:
         ({"options": lambda seat: {"num_gpus": -seat}}, ValueError, "num_gpus|quantity"),
         ({"shard_sizes": (1, 0)}, MembershipError, "shard_sizes"),
         ({"train_world_size": 0}, MembershipError, "train_world_size"),
+        ({"shard_sizes": 2}, MembershipError, "shard_sizes is 2; expected one or more sizes"),
+        ({"device": ["cpu"]}, MembershipError, "which has none for seat 1"),
         (
             {"options": {"resources": {"nowhere": 1}}, "start_timeout_s": 0.5},
             PeerLost,
@@ -503,6 +512,24 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         RayGeneration(ToySink, 1, **options)
+
+
+def test_a_backend_that_actors_do_not_see_is_refused(machines: Machines) -> None:
+    policy = RayPolicy(ToySource, options=NEAR)
+    try:
+        generation = RayGeneration(ToySink, 1, options=NEAR)
+        try:
+            with (
+                CollectiveWeightSynchronizer(policy, generation, backend="memory://ray") as sync,
+                pytest.raises(BackendMisconfigured, match="the ranks of RayPolicy are in others"),
+            ):
+                sync.init_communicator()
+            with pytest.raises(MembershipError, match=r"rank is 5; there are ranks 0\.\.0"):
+                policy.call(5, "step")
+        finally:
+            generation.close()
+    finally:
+        policy.close()
 
 
 def test_a_factory_that_fails_is_raised_with_its_type(machines: Machines) -> None:
