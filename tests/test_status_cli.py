@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 
 import dprims
+from dprims.cli import _status_web
 from dprims.cli._status_web import THREADS, WAITING, StatusServer
 from dprims.membership import Epoch
 from dprims.status import Observer
@@ -335,8 +337,6 @@ def test_many_pages_cost_one_look_an_interval(backend: dprims.Backend, namespace
 
 def test_threads_are_bounded_and_idle_clients_turned_away(server: StatusServer) -> None:
     """More silent clients than it has threads and places: it turns some away, and serves again later."""
-    import threading
-
     before = threading.active_count()
     idle = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(THREADS + WAITING + 8)]
 
@@ -349,6 +349,48 @@ def test_threads_are_bounded_and_idle_clients_turned_away(server: StatusServer) 
     for one in idle:
         one.close()
     until(lambda: get_or_none(server) == 200, "service as before")
+
+
+def test_clients_that_drip_hold_no_thread_for_longer_than_a_request_may_take(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_status_web, "CLIENT_S", 0.5)
+    clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(THREADS)]
+    done = threading.Event()
+
+    def drip() -> None:
+        open_ = list(clients)
+        while open_ and not done.wait(0.05):
+            for client in list(open_):
+                try:
+                    client.sendall(b"G")
+                except OSError:
+                    open_.remove(client)
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        until(lambda: len(server._deadlines) == THREADS)
+        assert get(server, "/status.json")[0].status == 200
+    finally:
+        done.set()
+        dripping.join()
+        for client in clients:
+            client.close()
+
+
+def test_close_ends_the_threads_though_clients_hold_them(backend: dprims.Backend, namespace: str) -> None:
+    server = StatusServer(Observer(backend, namespace), "127.0.0.1", 0, 0.2)
+    server.start()
+    clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(THREADS + WAITING)]
+    try:
+        until(lambda: len(server._deadlines) == THREADS and server._connections.full())
+        server.close()
+        assert not [thread for thread in server._threads if thread.is_alive()]
+        assert [client.recv(1) for client in clients] == [b""] * len(clients)
+    finally:
+        for client in clients:
+            client.close()
 
 
 def get_or_none(server: StatusServer) -> int | None:

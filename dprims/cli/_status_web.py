@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import queue
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -28,7 +30,7 @@ THREADS = 8
 WAITING = 32
 """How many connections may wait for a thread."""
 CLIENT_S = 10.0
-"""How long a client may take to send or read something."""
+"""How long a client may take to send its request, and how long to read the answer."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -79,6 +81,10 @@ class StatusServer(HTTPServer):
         self.page = Path(__file__).with_name("_status.html").read_bytes()
         self._connections: queue.Queue[tuple[Any, Any] | None] = queue.Queue(WAITING)
         self._threads: list[threading.Thread] = []
+        self._guard = threading.Lock()
+        self._deadlines: dict[Any, float] = {}
+        """Of each connection that a thread serves: when it is shut down."""
+        self._closing = False
         super().__init__((host, port), _Handler)
         self.is_local = _is_loopback(self.server_name)
 
@@ -96,9 +102,13 @@ class StatusServer(HTTPServer):
             thread.start()
 
     def close(self) -> None:
-        """Stop listening, and end the threads that no client holds up."""
+        """Stop listening, shut all connections down, and end the threads."""
         self.shutdown()
         self.server_close()
+        with self._guard:
+            self._closing = True
+            for request in self._deadlines:
+                _shut_down(request)
         for _ in range(THREADS):
             self._connections.put(None)
         for thread in self._threads:
@@ -119,6 +129,20 @@ class StatusServer(HTTPServer):
         except queue.Full:
             self.shutdown_request(request)
 
+    def service_actions(self) -> None:
+        """Shut down the connections whose time is over; called several times a second."""
+        now = time.monotonic()
+        with self._guard:
+            for request, deadline in self._deadlines.items():
+                if now >= deadline:
+                    _shut_down(request)
+
+    def limit(self, request: Any, seconds: float) -> bool:
+        """Give a connection so many seconds from now; False when the server closes."""
+        with self._guard:
+            self._deadlines[request] = time.monotonic() + seconds
+            return not self._closing
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is nobody's business."""
 
@@ -126,10 +150,13 @@ class StatusServer(HTTPServer):
         while (connection := self._connections.get()) is not None:
             request, client_address = connection
             try:
-                self.finish_request(request, client_address)
+                if self.limit(request, CLIENT_S):
+                    self.finish_request(request, client_address)
             except Exception:  # noqa: BLE001 - this connection's; the thread serves the next one
                 self.handle_error(request, client_address)
             finally:
+                with self._guard:
+                    del self._deadlines[request]
                 self.shutdown_request(request)
 
 
@@ -141,6 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
     _PATHS: ClassVar[Sequence[str]] = ("/", "/status.json")
 
     def do_GET(self) -> None:
+        self.server.limit(self.connection, math.inf)  # the backend's time is not the client's
         # a page of elsewhere whose name was made to mean loopback must not read from here
         if self.server.is_local and not _names_loopback(self.headers.get("Host", "")):
             self._send(HTTPStatus.FORBIDDEN, b"this address is for this host alone\n", "text/plain")
@@ -158,6 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.server.limit(self.connection, CLIENT_S)
         self.send_response(status)
         for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -186,6 +215,12 @@ def serve(observer: Observer, host: str, port: int, interval: float) -> None:
         threading.Event().wait()
     finally:
         server.close()
+
+
+def _shut_down(connection: Any) -> None:
+    """Have whoever reads from *connection* or writes to it fail at once."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _is_loopback(host: object) -> bool:
