@@ -728,10 +728,16 @@ def _check_side(name: str, side: object) -> None:
 
 def _check_backend(backend: object) -> None:
     """Refuse a URL that names no backend; what else it may be is seen when it is opened."""
-    if isinstance(backend, str) and ("://" not in backend or split_url(backend).scheme not in schemes()):
+    if not isinstance(backend, str):
+        return
+    known = schemes()
+    if "://" not in backend:
         raise BackendMisconfigured(
-            f"backend URL is {backend!r}; expected scheme://..., one of {', '.join(schemes())}"
+            f"backend URL is {backend!r}; expected scheme://..., one of {', '.join(known)}"
         )
+    scheme = split_url(backend).scheme
+    if scheme not in known:  # the rest of the URL may have a password
+        raise BackendMisconfigured(f"backend scheme is {scheme!r}; expected one of {', '.join(known)}")
 
 
 def _is_number(value: object) -> bool:
