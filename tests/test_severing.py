@@ -55,6 +55,19 @@ def test_connections_of_a_listener_are_cut_from_both_sides_and_no_others(stack: 
     assert sever(set()) == 0
 
 
+def test_sockets_of_others_stay_as_they_are(stack: ExitStack) -> None:
+    """To make a socket object of a descriptor sets the default timeout for all who have the socket."""
+    one, other = (stack.enter_context(end) for end in socket.socketpair())
+    listener = stack.enter_context(listening(socket.AF_INET, "127.0.0.1"))
+    socket.setdefaulttimeout(30.0)
+    try:
+        listener_of(lambda: None)
+        sever({("127.0.0.1", 1)})
+    finally:
+        socket.setdefaulttimeout(None)
+    assert [os.get_blocking(end.fileno()) for end in (one, other, listener)] == [True] * 3
+
+
 def test_an_ipv4_address_in_an_ipv6_socket_is_the_same_address(stack: ExitStack) -> None:
     dual = socket.socket(socket.AF_INET6)
     stack.enter_context(dual)

@@ -5,10 +5,12 @@ Around the shell of the protocol's machine, one thread builds groups and moves b
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import queue
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -69,7 +71,9 @@ class _Worker(MemberShell):
         self._plans: tuple[Plan, ...] = ()
         self._store: tuple[tuple[str, int], Clients] | None = None
         super().__init__(seat, sends=sends)
-        threading.Thread(target=self._run_tasks, name=f"dprims-transfer-{seat}", daemon=True).start()
+        self._mover = threading.Thread(target=self._run_tasks, name=f"dprims-transfer-{seat}", daemon=True)
+        self._mover.start()
+        _workers.add(self)
 
     # -- for the machine ---------------------------------------------------------------------------------
 
@@ -362,3 +366,20 @@ def _member_name(membership: RefitMembership, rank: int) -> str:
     shard = membership.shard_of(rank)
     where = "trainer" if shard is None else f"shard {shard}"
     return f"rank {rank} ({where}, seat {membership.seat_of(rank)})"
+
+
+EXIT_S = 3.0
+"""How long the interpreter's end waits for transfers that it cancels."""
+
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _see_out() -> None:
+    """At the interpreter's end: a thread that comes back from torch after it ends the process by SIGABRT."""
+    workers = list(_workers)
+    for worker in workers:
+        worker._end()
+    deadline = time.monotonic() + EXIT_S
+    for worker in workers:
+        worker._mover.join(max(deadline - time.monotonic(), 0.0))
