@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..backend import Backend, connect
-from ..exceptions import HandshakeMismatch, PeerLost, RefitError, RefitTimeout, StaleLeader
+from ..exceptions import BelowQuorum, HandshakeMismatch, PeerLost, RefitError, RefitTimeout, StaleLeader
 from ..synchronizer.calls import RankInfo, RefitAnswer, RefitCall, RefitSite
 from ..synchronizer.collective import CollectiveWeightSynchronizer
 from ._spmd_rank import LOOK_S, Address, Waiting, address_key, enrolment, write_address
@@ -18,6 +18,9 @@ from .letters import read_answer, read_info, write_call
 from .mailbox import Post, done, failed, then
 
 log = logging.getLogger("dprims.engines.spmd")
+
+TRIES = 3
+"""How often the fleet is gathered: who is enrolled may be the dead of a job that ended a moment ago."""
 
 
 class MailPolicy:
@@ -75,6 +78,17 @@ class Lead(CollectiveWeightSynchronizer):
         self._post: Post | None = None
         self._mail_cells: Backend | None = None
         self._announced = 0
+
+    def init_communicator(self, timeout: float | None = None) -> None:
+        """As there. A rank of whom only a dead one's entry was there is waited for again, like any other."""
+        for left in reversed(range(TRIES)):
+            try:
+                super().init_communicator(timeout)
+                return
+            except BelowQuorum as error:
+                if not left:
+                    raise
+                log.warning("the fleet is gathered once more: %s", error)
 
     def mail(self, seat: int, incarnation: int, what: str, body: Any) -> Future[Any]:
         """Send a letter to the process that has this seat."""
