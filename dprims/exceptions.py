@@ -109,7 +109,14 @@ class BackendMisconfigured(BackendError, ValueError):
 
 
 class RefitError(DprimsError):
-    """Base of the errors of weight refits."""
+    """Base of the errors of weight refits.
+
+    Attributes:
+        shards: those of whom a rank found by itself what was wrong, or did not answer. Empty where a death
+            ended the refit, of which the roster knows, or something else.
+    """
+
+    shards: tuple[int, ...] = ()
 
 
 class RefitTimeout(RefitError, TimeoutError):

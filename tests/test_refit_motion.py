@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import re
+import signal
 import threading
 import time
 import uuid
@@ -155,6 +156,65 @@ def test_a_name_of_two_stages_is_refused_before_anything_is_sent() -> None:
         generation.close()
         policy.close()
         sync.shutdown()
+
+
+class BadSink(ToySink):
+    """Shard 1 cannot store what it receives."""
+
+    def __init__(self, shard: int, worker: int, stages: int) -> None:
+        super().__init__(shard, worker, stages)
+        self.shard = shard
+
+    def begin(self, version: int, metas: Any) -> None:
+        if self.shard == 1:
+            raise OSError("disk full")
+        super().begin(version, metas)
+
+
+def test_a_shard_that_fails_again_and_again_is_left_out_by_refit() -> None:
+    with threads((1, 1, 1), BadSink, 2) as (policy, generation, sync):
+        new = step(policy, sync)
+        with pytest.raises(RefitAborted, match="disk full") as failed:
+            sync.sync_weights()
+        assert failed.value.shards == (1,)
+        assert sync.refit().members == (0, 2)
+        assert [generation.sinks[shard].checksums() for shard in (0, 2)] == [new] * 2
+
+
+def test_a_fleet_that_would_be_too_small_without_it_keeps_a_shard_that_fails() -> None:
+    with threads((1, 1), BadSink, 2, min_shards=2) as (policy, _, sync):
+        step(policy, sync)
+        with pytest.raises(RefitAborted, match="disk full"):
+            sync.refit()
+
+
+@pytest.mark.parametrize("phase", ["bucket", "commit"])
+def test_an_interrupted_refit_can_be_led_again(phase: str) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupt
+
+    with threads((1, 1), ToySink, 2, roster_ttl_s=1.0) as (policy, generation, sync):
+        new = step(policy, sync)
+        place = {"bucket": MIDDLE} if phase == "bucket" else {}
+        fault = Fault(action="delay", phase=phase, seconds=3.0, **place)  # type: ignore[arg-type]
+        generation.workers[3].faults = FaultInjector([fault])
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 1.5)
+        try:
+            with pytest.raises(Interrupt):
+                sync.sync_weights()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+        with pytest.raises(RefitError, match=r"Interrupt ended an operation in its phase .*: call init_comm"):
+            sync.refit()
+        sync.init_communicator(timeout=LIMIT_S)
+        until(lambda: sync.refit().members == (0, 1))
+        assert [sink.checksums() for sink in generation.sinks] == [new] * 2
+        assert all(worker.may_serve for worker in generation.workers.values())
 
 
 def test_when_no_shard_can_commit_what_each_raised_is_told() -> None:

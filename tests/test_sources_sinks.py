@@ -146,6 +146,42 @@ def test_tensors_without_memory_are_tied_when_they_are_one_object() -> None:
     assert ties == {"c": "a", "o": "m"}
 
 
+def test_tensors_without_memory_that_are_two_are_not_taken_for_one() -> None:
+    tensors = {"a": Scaled(torch.zeros(4))}
+    tensors["b"] = tensors["a"]
+    source = DictSource(tensors)
+    source.metadata()
+    tensors["b"] = Scaled(torch.ones(4))
+    with pytest.raises(RefitError, match="'b' is no longer tied to 'a'"):
+        list(source)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_names_that_only_the_receiver_has_tied_are_refused(in_place: bool) -> None:
+    model = Model(1)
+    apart = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sink = ModuleSink(model, in_place=in_place)
+    with pytest.raises(HandshakeMismatch, match=r"has tied 'head\.weight' to 'embed\.weight', and"):
+        sink.begin(1, DictSource(apart).metadata())
+    sink.begin(1, ModuleSource(Model(2)).metadata())
+
+
+def test_two_entries_under_one_name_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    source = ModuleSource(model, names=lambda key: key.split(".")[1])
+    with pytest.raises(RefitError, match=r"names gives 'weight' to '1\.weight', and to another"):
+        source.metadata()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_live_tensor_that_stands_for_another_is_written(in_place: bool) -> None:
+    live = {"x": torch.zeros(5, dtype=torch.complex64).conj(), "y": torch.zeros(5)}
+    new = {"x": torch.randn(5, dtype=torch.complex64), "y": torch.randn(5)}
+    deliver(DictSource(new), DictSink(live, in_place=in_place), 1)
+    assert torch.equal(live["x"], new["x"])
+    assert torch.equal(live["y"], new["y"])
+
+
 def test_a_dict_that_changed_is_read_anew() -> None:
     tensors = {"a": torch.zeros(2)}
     source = DictSource(tensors)

@@ -150,6 +150,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         self._store: Any = None
         self.rendezvous: tuple[str, int] | None = None
         self._leader: Leader | None = None
+        self._interrupted = ""
         self._grant: Grant | None = None
         self._seats: Seats | None = None
         self._membership: RefitMembership | None = None
@@ -487,9 +488,10 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         """For training loops: reconcile, sync, and after a failure the same again, at most *tries* times.
 
         *absent_shards* is asked before each try for the shards to leave out; a shard that is not in the
-        roster is left out without being named. Raises what the last try raised. Not tried again is what a
-        new try cannot mend: StaleLeader, BelowQuorum, BackendMisconfigured and HandshakeMismatch, and
-        RefitError for a policy or generation that was closed, and beside another call.
+        roster is left out without being named, and so is, from then on, one that failed in two tries by what
+        it raised or by silence, as long as enough others are left. Raises what the last try raised. Not
+        tried again is what a new try cannot mend: StaleLeader, BelowQuorum, BackendMisconfigured and
+        HandshakeMismatch, and RefitError for a policy or generation that was closed, and beside another call.
         """
         if absent_shards is not None and not callable(absent_shards):
             raise RefitError(f"absent_shards is {absent_shards!r}; expected something to call, or None")
@@ -653,6 +655,14 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         run = self._run = Run(self, self._lead(), kv_scales or {}, began)
         try:
             run.to_the_end(event)
+        except BaseException as error:
+            if not run.ended:
+                # such as KeyboardInterrupt: what the ranks do is for an election to find out
+                phase = "" if self._leader is None else f" in its phase {self._leader.phase!r}"
+                self._interrupted = f"{type(error).__name__} ended an operation{phase}"
+                log.warning("%s: the leadership is given up", self._interrupted)
+                self._retire()
+            raise
         finally:
             self._run = None
             self.chronicle.broke_at = run.broke_at
@@ -697,7 +707,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
 
     def _lead(self) -> Leader:
         if self._leader is None:
-            raise RefitError("no communicator yet: call init_communicator first")
+            raise RefitError(f"{self._interrupted or 'no communicator yet'}: call init_communicator first")
         if self._grant is not None and self._grant.lost:
             self._leader.handle(Deposed("the leader lock was lost"))
             raise StaleLeader(f"term {self._leader.term} is over: the leader lock was lost")

@@ -109,6 +109,8 @@ class Run:
         self._fenced: set[int] = set()
         self._silent: list[int] = []
         self._number = 0
+        self.ended = False
+        """Whether the machine has come to the operation's end."""
 
     def to_the_end(self, event: LeaderEvent) -> None:
         """Feed *event* and all that follows from it to the machine; raise what the operation failed with."""
@@ -122,11 +124,14 @@ class Run:
             if finish is not None:
                 break
             event = self._next_event()
-        self.rebuilt = finish.rebuilt
+        self.rebuilt, self.ended = finish.rebuilt, True
         if finish.forget:
             self.sync.ledger.forget()
         if finish.cause is not None:
-            raise self._error(finish.cause)
+            error = self._error(finish.cause)
+            if isinstance(error, RefitError):
+                error.shards = self._blamed()
+            raise error
 
     def gone(self, seat: int, incarnation: int, why: str) -> None:
         """A rank can surely not serve any more; any thread may say so."""
@@ -351,6 +356,12 @@ class Run:
         silent = f"; seats {self._silent} never answered" if self._silent else ""
         kind = RefitTimeout if late else _ERRORS.get(cause.what, RefitAborted)
         return kind(f"{where}: {late[0] if late else cause.why}{silent}")
+
+    def _blamed(self) -> tuple[int, ...]:
+        """See `RefitError.shards`."""
+        seats = {seat for seat, error in self._errors.items() if seat >= 0 and is_first_hand(error)}
+        shards = map(self.leader.fleet.shard_of, seats.union(self._silent))
+        return tuple(sorted({shard for shard in shards if shard is not None}))
 
     def _of_each_shard(self, cause: Cause) -> str:
         """What became of the shards, where too few are left."""

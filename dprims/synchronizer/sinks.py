@@ -20,7 +20,7 @@ from ..exceptions import HandshakeMismatch, RefitError
 from .memory import Memory
 from .packing import flat
 from .plan import Bucket, Plan, TensorMeta
-from .sources import check_module, check_tensors, state_of
+from .sources import check_module, check_tensors, state_of, ties_of
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -48,6 +48,11 @@ class _Sink:
         self._coming: int | None = None
         self._compared: tuple[tuple[TensorMeta, ...], dict[str, tuple[torch.Size, torch.dtype]]] = (), {}
         self.torn = False
+
+    @property
+    def _into_live(self) -> bool:
+        """Whether what comes is copied into the live tensors; otherwise it takes their place."""
+        return self.in_place
 
     def _live(self) -> Mapping[str, Tensor]:
         raise NotImplementedError
@@ -81,6 +86,9 @@ class _Sink:
                 raise HandshakeMismatch(f"the sink holds {here}, which is not sent: {len(metas)} tensors are")
             if (meta.shape, meta.dtype) != (here.shape, here.dtype):
                 raise HandshakeMismatch(f"the sink holds {here}, and {meta} is sent")
+        for name, owner in ties_of(self._live()).items() if self._into_live else ():
+            if (coming[name].alias_of or name) != (coming[owner].alias_of or owner):
+                raise HandshakeMismatch(f"the sink has tied {name!r} to {owner!r}, and they are sent as two")
 
     def staging_bytes(self, plan: Plan) -> int:
         """See `LendingSink`."""
@@ -265,6 +273,10 @@ class ModuleSink(_Sink):
         self._entries = state_of(self._module, self._names)
         super().begin(version, metas)
 
+    @property
+    def _into_live(self) -> bool:
+        return True
+
     def _live(self) -> Mapping[str, Tensor]:
         return self._entries
 
@@ -314,5 +326,11 @@ class LoadWeightsSink(_Sink):
 
 
 def _copy_into(live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
+    into, of = [live[name] for name in staged], list(staged.values())
     with torch.no_grad():
-        torch._foreach_copy_([live[name] for name in staged], list(staged.values()))
+        if any(map(Tensor.is_conj, into)) or any(map(Tensor.is_neg, into)):
+            # those stand for others than they hold, which the call for many does not see
+            for one, other in zip(into, of, strict=True):
+                one.copy_(other)
+        else:
+            torch._foreach_copy_(into, of)

@@ -21,7 +21,7 @@ from .plan import Plan, TensorMeta
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["DictSource", "ModuleSource", "SafetensorsSource", "in_plan_order", "state_of"]
+__all__ = ["DictSource", "ModuleSource", "SafetensorsSource", "in_plan_order", "state_of", "ties_of"]
 
 
 class DictSource:
@@ -204,12 +204,17 @@ def check_module(who: str, module: object, names: object) -> None:
 
 
 def state_of(module: Module, names: Callable[[str], str | None] | None) -> dict[str, Tensor]:
-    """The tensors of a module's state dict themselves, under the names that `names` gives them."""
-    entries = {}
+    """The tensors of a module's state dict themselves, under the names that `names` gives them.
+
+    Raises RefitError where two of them would have one name.
+    """
+    entries: dict[str, Tensor] = {}
     for key, value in module.state_dict(keep_vars=True).items():
         name = names(key) if names is not None else key
-        if name is not None and isinstance(value, Tensor):
-            entries[name] = value
+        if name is None or not isinstance(value, Tensor):
+            continue
+        if entries.setdefault(name, value) is not value:
+            raise RefitError(f"names gives {name!r} to {key!r}, and to another entry of the state dict")
     return entries
 
 
@@ -273,7 +278,7 @@ def _describe(
 
     With thousands of tensors, to make what says the same as before is most of the time before the first byte.
     """
-    shared = _tied(tensors)
+    shared = ties_of(tensors)
     described = {}
     for name, tensor in tensors.items():
         sent = _cast(tensor.dtype, dtype)
@@ -303,7 +308,7 @@ def _still_tied(tensors: Mapping[str, Tensor], known: Mapping[str, TensorMeta]) 
     third of their time. Raises RefitError for two that are tied no more.
     """
     if not known:
-        return _tied(tensors)
+        return ties_of(tensors)
     shared = {}
     for name, meta in known.items():
         if (owner := meta.alias_of) is not None and name in tensors:
@@ -313,7 +318,7 @@ def _still_tied(tensors: Mapping[str, Tensor], known: Mapping[str, TensorMeta]) 
     return shared
 
 
-def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def ties_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Names whose tensor is, byte for byte, the memory of an earlier one -> that one's name."""
     first: dict[int, str] = {}
     shared = {}
@@ -328,7 +333,9 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same memory, seen in the same way."""
-    return a is b or (not is_sharded(a) and a.data_ptr() == b.data_ptr() and _seen_as(a) == _seen_as(b))
+    if a is b:
+        return True
+    return not is_sharded(a) and 0 != a.data_ptr() == b.data_ptr() and _seen_as(a) == _seen_as(b)
 
 
 def _seen_as(tensor: Tensor) -> tuple[Any, ...]:
