@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import uuid
@@ -81,23 +82,31 @@ def test_initialising_twice_is_refused_and_again_after_shutdown_is_not(fleet: Fl
         fleet.sync.sync_weights()
 
 
-def test_a_shutdown_beside_a_sync_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def sync_on_another_thread(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One that has come to its pauses, and goes on behind the body."""
     inside, leave = threading.Event(), threading.Event()
 
     def pause() -> None:
         inside.set()
         leave.wait(LIMIT_S)
 
-    monkeypatch.setattr(fleet.generation.sinks[0], "pause", pause)
-    running = threading.Thread(target=fleet.sync.sync_weights)
-    running.start()
-    try:
-        assert inside.wait(LIMIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.generation.sinks[0], "pause", pause)
+        running = threading.Thread(target=fleet.sync.sync_weights)
+        running.start()
+        try:
+            assert inside.wait(LIMIT_S)
+            yield
+        finally:
+            leave.set()
+            running.join(LIMIT_S)
+
+
+def test_a_shutdown_beside_a_sync_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sync_on_another_thread(fleet, monkeypatch):
         with pytest.raises(RefitError, match="shutdown was called while another thread drives"):
             fleet.sync.shutdown()
-    finally:
-        leave.set()
-        running.join(LIMIT_S)
     assert fleet.sync.version == 2
 
 
@@ -177,23 +186,9 @@ def test_a_refit_asks_a_function_who_is_absent(fleet: Fleet) -> None:
 def test_what_a_new_try_cannot_mend_is_raised_at_once(
     fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        inside.set()
-        leave.wait(LIMIT_S)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet.generation.sinks[0], "pause", pause)
-        running = threading.Thread(target=fleet.sync.sync_weights)
-        running.start()
-        try:
-            assert inside.wait(LIMIT_S)
-            with pytest.raises(RefitError, match="refit was called while another thread drives"):
-                fleet.sync.refit()
-        finally:
-            leave.set()
-            running.join(LIMIT_S)
+    with sync_on_another_thread(fleet, monkeypatch):
+        with pytest.raises(RefitError, match="refit was called while another thread drives"):
+            fleet.sync.refit()
     fleet.sync.shutdown()
     with pytest.raises(RefitError, match="call init_communicator first"):
         fleet.sync.refit()
