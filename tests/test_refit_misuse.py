@@ -104,9 +104,9 @@ def sync_on_another_thread(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def test_a_shutdown_beside_a_sync_is_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sync_on_another_thread(fleet, monkeypatch):
-        with pytest.raises(RefitError, match="shutdown was called while another thread drives"):
-            fleet.sync.shutdown()
+    said = "shutdown was called while another thread drives"
+    with sync_on_another_thread(fleet, monkeypatch), pytest.raises(RefitError, match=said):
+        fleet.sync.shutdown()
     assert fleet.sync.version == 2
 
 
@@ -186,9 +186,9 @@ def test_a_refit_asks_a_function_who_is_absent(fleet: Fleet) -> None:
 def test_what_a_new_try_cannot_mend_is_raised_at_once(
     fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with sync_on_another_thread(fleet, monkeypatch):
-        with pytest.raises(RefitError, match="refit was called while another thread drives"):
-            fleet.sync.refit()
+    said = "refit was called while another thread drives"
+    with sync_on_another_thread(fleet, monkeypatch), pytest.raises(RefitError, match=said):
+        fleet.sync.refit()
     fleet.sync.shutdown()
     with pytest.raises(RefitError, match="call init_communicator first"):
         fleet.sync.refit()
