@@ -9,12 +9,14 @@ process is killed, which would otherwise leave it running without the lock.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ STATUS_LOST = 75
 """``EX_TEMPFAIL`` of sysexits.h: trying again is sensible."""
 
 SLICE_S = 0.1
+WITHDRAW_S = 20.0
+"""How long a signal's 128+n may wait until the queue has been left; a server that is gone answers nothing."""
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 _ENDING = (signal.SIGTERM, signal.SIGHUP, *_FROM_TERMINAL)
 _TOLD_ALREADY = (*_FROM_TERMINAL, signal.SIGCONT)
@@ -104,10 +108,15 @@ def _acquire(lock: DistributedLock, inbox: Inbox) -> Grant:
             attempt.cancel(lock.backend)
 
     _aside(acquire)
-    stopped = 0
-    while isinstance(came := _next(inbox), int):
+    stopped, until = 0, math.inf
+
+    def look() -> None:
+        if time.monotonic() >= until:  # a place that is not left lapses with its ttl
+            raise typer.Exit(128 + stopped)
+
+    while isinstance(came := _next(inbox, look), int):
         if not stopped and came != signal.SIGCONT:
-            stopped = came
+            stopped, until = came, time.monotonic() + WITHDRAW_S
             _aside(cancel)
     if stopped:
         if isinstance(came, Grant):
