@@ -382,9 +382,13 @@ def test_clients_that_drip_hold_no_thread_for_longer_than_a_request_may_take(
 def test_close_ends_the_threads_though_clients_hold_them(backend: dprims.Backend, namespace: str) -> None:
     server = StatusServer(Observer(backend, namespace), "127.0.0.1", 0, 0.2)
     server.start()
-    clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(THREADS + WAITING)]
+    address, clients = ("127.0.0.1", server.server_port), []
     try:
-        until(lambda: len(server._deadlines) == THREADS and server._connections.full())
+        # one after the other: who comes while more than WAITING wait is refused
+        clients += [socket.create_connection(address) for _ in range(THREADS)]
+        until(lambda: len(server._deadlines) == THREADS)
+        clients += [socket.create_connection(address) for _ in range(WAITING)]
+        until(server._connections.full)
         server.close()
         assert not [thread for thread in server._threads if thread.is_alive()]
         assert [client.recv(1) for client in clients] == [b""] * len(clients)
