@@ -347,11 +347,31 @@ def connect(url: str, **options: Any) -> Backend:
     through the entry-point group ``dprims.backends``. Raises :class:`BackendMisconfigured` for a URL
     that cannot work and :class:`BackendUnavailable` when nothing answers.
     """
+    return _load(check_url(url))(url, **options)
+
+
+def check_url(url: object) -> str:
+    """The scheme of a URL that names a backend; what else it may be is seen when it is opened.
+
+    Raises BackendMisconfigured, which shows no more than the scheme where that is unknown: the rest may have
+    a password.
+    """
     if not isinstance(url, str) or "://" not in url:
         raise BackendMisconfigured(
             f"backend URL is {url!r}; expected scheme://..., one of {', '.join(schemes())}"
         )
-    return _load(split_url(url).scheme)(url, **options)
+    scheme = split_url(url).scheme
+    _place_of(scheme)
+    return scheme
+
+
+def check_shared(backend: Backend, whose: str) -> None:
+    """Refuse a backend that no other process sees, for ranks that are in others."""
+    if backend.guarantees.scope == "process":
+        raise BackendMisconfigured(
+            f"backend is {backend.url or backend!r}, which is seen by the threads of one process alone; the "
+            f"ranks of {whose} are in others: use redis://, etcd:// or tcpstore://"
+        )
 
 
 def split_url(url: str) -> SplitResult:
@@ -450,11 +470,16 @@ def _installed() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
 
 
-def _load(scheme: str) -> Callable[..., Backend]:
-    path = _BUILT_IN.get(scheme) or _installed().get(scheme)
-    if path is None:
+def _place_of(scheme: str) -> str:
+    """Where the backend of a scheme is, as module:name. Raises BackendMisconfigured for one unknown."""
+    place = _BUILT_IN.get(scheme) or _installed().get(scheme)
+    if place is None:
         raise BackendMisconfigured(f"backend scheme is {scheme!r}; expected one of {', '.join(schemes())}")
-    module, _, name = path.partition(":")
+    return place
+
+
+def _load(scheme: str) -> Callable[..., Backend]:
+    module, _, name = _place_of(scheme).partition(":")
     loaded: Callable[..., Backend] = getattr(import_module(module), name)
     return loaded
 

@@ -29,20 +29,27 @@ class Fleet:
     sync: CollectiveWeightSynchronizer
 
 
+@contextlib.contextmanager
+def ending(policy: Any, generation: Any, sync: CollectiveWeightSynchronizer) -> Iterator[None]:
+    """A fleet that ends with the body."""
+    try:
+        yield
+    finally:
+        generation.close()
+        policy.close()
+        sync.shutdown()
+
+
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
     """One trainer and two shards, as threads, at version 1."""
     policy = ThreadPolicy(ToySource)
     generation = ThreadGeneration(ToySink, 1, shard_sizes=(1, 1))
     sync = CollectiveWeightSynchronizer(policy, generation, roster_ttl_s=1.0, bucket_bytes=64 << 10)
-    try:
+    with ending(policy, generation, sync):
         sync.init_communicator()
         sync.sync_weights()
         yield Fleet(policy, generation, sync)
-    finally:
-        generation.close()
-        policy.close()
-        sync.shutdown()
 
 
 def boom(*_: Any) -> Any:
@@ -198,7 +205,7 @@ def test_what_a_new_try_cannot_mend_is_raised_at_once(
 def test_a_closed_side_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
     policy, generation = LocalPolicy(ToySource), LocalGeneration(ToySink, 1)
     sync = CollectiveWeightSynchronizer(policy, generation, roster_ttl_s=1.0)
-    try:
+    with ending(policy, generation, sync):
         sync.init_communicator()
         sync.refit()
         generation.close()
@@ -209,10 +216,6 @@ def test_a_closed_side_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None
         policy.close()
         with pytest.raises(RefitError, match="the policy, a LocalPolicy, has been closed"):
             sync.refit()
-    finally:
-        sync.shutdown()
-        generation.close()
-        policy.close()
     assert "tries are left" not in caplog.text
     with pytest.raises(RefitError, match="has been closed"):
         sync.init_communicator()
@@ -223,15 +226,11 @@ def test_the_generation_counts_the_trainers_that_there_are(counted: int) -> None
     policy = LocalPolicy(ToySource, stages=2)
     generation = LocalGeneration(ToySink, 2, shard_sizes=(1, 1), train_world_size=counted)
     sync = CollectiveWeightSynchronizer(policy, generation)
-    try:
+    with ending(policy, generation, sync):
         said = f"counts {counted} trainer ranks, the policy has 2: give the generation train_world_size=2"
         with pytest.raises(MembershipError, match=said):
             sync.init_communicator()
         assert sync.rendezvous is None, "nothing was begun"
-    finally:
-        sync.shutdown()
-        generation.close()
-        policy.close()
 
 
 @pytest.mark.parametrize("given", ["URL", "Backend"])
@@ -242,14 +241,10 @@ def test_a_backend_that_other_processes_do_not_see_is_refused_where_ranks_are_in
         sync = CollectiveWeightSynchronizer(
             policy, generation, backend=url if given == "URL" else backend, roster_ttl_s=1.0
         )
-        try:
+        with ending(policy, generation, sync):
             with pytest.raises(BackendMisconfigured, match=f"{url}', which is seen by the threads of one"):
                 sync.init_communicator()
             assert sync.rendezvous is None, "nothing was begun"
-        finally:
-            sync.shutdown()
-            generation.close()
-            policy.close()
 
 
 def test_a_second_controller_with_a_store_of_its_own_is_told_of(

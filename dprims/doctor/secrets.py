@@ -13,15 +13,13 @@ LEAST = 4
 
 def shown(url: str) -> str:
     """*url* without what is secret in it: the password, and options that are named after one."""
-    for secret in sorted(secrets_of(url, decoded=False), key=len, reverse=True):
-        for before, after in ((":", "@"), ("=", "&"), ("=", "")):
-            if after or url.endswith(f"{before}{secret}"):
-                url = url.replace(f"{before}{secret}{after}", f"{before}***{after}")
-    return url
+    from ..backends._urls import without_password
+
+    return without_password(url)
 
 
-def secrets_of(url: str, *, decoded: bool = True) -> set[str]:
-    """The secrets in a URL, as they stand there and, where *decoded*, as they are meant."""
+def secrets_of(url: str) -> set[str]:
+    """The secrets in a URL, as they stand there and as they are meant."""
     parts = split_url(url)
     login = parts.netloc.rpartition("@")[0]
     _, colon, password = login.partition(":")
@@ -30,9 +28,8 @@ def secrets_of(url: str, *, decoded: bool = True) -> set[str]:
         name, _, value = option.partition("=")
         if any(word in name.lower() for word in _SECRET):
             found.add(value)
-    if decoded:
-        found |= {unquote(one) for one in found}
-        found |= {v for n, v in parse_qsl(parts.query) if any(word in n.lower() for word in _SECRET)}
+    found |= {unquote(one) for one in found}
+    found |= {v for n, v in parse_qsl(parts.query) if any(word in n.lower() for word in _SECRET)}
     return found - {""}
 
 

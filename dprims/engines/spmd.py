@@ -26,10 +26,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..backend import Backend, connect
+from ..backend import Backend, check_shared, connect
 from ..exceptions import (
     BackendError,
-    BackendMisconfigured,
     BackendUnavailable,
     DprimsError,
     HandshakeMismatch,
@@ -180,12 +179,11 @@ class SpmdReceiver:
 def _connect(url: str) -> Backend:
     """Open the backend that all ranks share; BackendMisconfigured for one that no other process sees."""
     backend = connect(url)
-    if backend.guarantees.scope == "process":
+    try:
+        check_shared(backend, "an SPMD fleet")
+    except DprimsError:
         backend.close()
-        raise BackendMisconfigured(
-            f"backend is {url!r}, which is seen by the threads of one process alone; the ranks of an SPMD "
-            "fleet are in others: use redis://, etcd:// or tcpstore://"
-        )
+        raise
     return backend
 
 

@@ -18,6 +18,7 @@ import torch
 
 from ..exceptions import DeviceLost
 from .graveyard import bury
+from .settle import join_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,8 +91,6 @@ def _under_way(device: torch.device) -> list[str]:
 @atexit.register
 def _see_out() -> None:
     """At the interpreter's end, when no more are begun."""
-    deadline = time.monotonic() + EXIT_S
     with _lock:
         threads = list(_running)
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
+    join_all(threads, EXIT_S)

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..backend import Backend, check_name, connect, resolve, schemes, split_url
+from ..backend import Backend, check_name, check_shared, check_url, connect, resolve
 from ..exceptions import (
     BackendMisconfigured,
     DprimsError,
@@ -124,7 +124,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             raise RefitError(f"bucket_bytes is {bucket_bytes!r}; expected a multiple of 256 above 0, or None")
         if "/" in check_name("fleet", fleet):
             raise RefitError(f"fleet is {fleet!r}; expected no slash")
-        _check_backend(backend)
+        if isinstance(backend, str):
+            check_url(backend)
         if policy is not None:  # None is refused by init_communicator: before it nothing is called
             _check_side("policy", policy)
         if generation is not None:
@@ -281,11 +282,8 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             return
         given = None if self._given_backend is None else resolve(self._given_backend)
         elsewhere = [side for side in (self.policy, self.generation) if getattr(side, "in_processes", False)]
-        if given is not None and given.guarantees.scope == "process" and elsewhere:
-            raise BackendMisconfigured(
-                f"backend is {given.url or given!r}, which is seen by the threads of one process alone; the "
-                f"ranks of {type(elsewhere[0]).__name__} are in others: use redis://, etcd:// or tcpstore://"
-            )
+        if given is not None and elsewhere:
+            check_shared(given, type(elsewhere[0]).__name__)
         host = self._host or getattr(self.policy, "host", None)
         self._store, address, port = leader_store(host)
         self.rendezvous = (address, port)
@@ -638,7 +636,7 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
         if grant is not None and not grant.lost:
             with suppress(DprimsError):
                 grant.release()
-        self._leader = None
+        self._leader, self._interrupted = None, ""
 
     def __enter__(self) -> CollectiveWeightSynchronizer:
         return self
@@ -659,9 +657,9 @@ class CollectiveWeightSynchronizer(WeightSynchronizer):
             if not run.ended:
                 # such as KeyboardInterrupt: what the ranks do is for an election to find out
                 phase = "" if self._leader is None else f" in its phase {self._leader.phase!r}"
-                self._interrupted = f"{type(error).__name__} ended an operation{phase}"
-                log.warning("%s: the leadership is given up", self._interrupted)
                 self._retire()
+                self._interrupted = f"{type(error).__name__} ended an operation{phase}"
+                log.warning("%s: the leadership was given up", self._interrupted)
             raise
         finally:
             self._run = None
@@ -734,20 +732,6 @@ def _check_side(name: str, side: object) -> None:
     for method in ("prepare_refit_info", METHODS[name]["recv"]):
         if not callable(getattr(side, method, None)):
             raise RefitError(f"{name} is a {type(side).__name__}, which has no {method}(); expected a {name}")
-
-
-def _check_backend(backend: object) -> None:
-    """Refuse a URL that names no backend; what else it may be is seen when it is opened."""
-    if not isinstance(backend, str):
-        return
-    known = schemes()
-    if "://" not in backend:
-        raise BackendMisconfigured(
-            f"backend URL is {backend!r}; expected scheme://..., one of {', '.join(known)}"
-        )
-    scheme = split_url(backend).scheme
-    if scheme not in known:  # the rest of the URL may have a password
-        raise BackendMisconfigured(f"backend scheme is {scheme!r}; expected one of {', '.join(known)}")
 
 
 def _is_number(value: object) -> bool:

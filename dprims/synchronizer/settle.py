@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
@@ -24,6 +25,13 @@ def as_future(handle: Any) -> Future[Any]:
             f"a call returned a {type(handle).__name__}; expected a Future or an object with .future()"
         )
     return made
+
+
+def join_all(threads: Iterable[threading.Thread], within_s: float) -> None:
+    """Wait for the end of *all* threads, at most *within_s* seconds in all."""
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _settle_before_propagating(futures: Iterable[Any], budget_s: float, what: str) -> list[int]:

@@ -23,6 +23,7 @@ from .interfaces import WeightSink, WeightSource
 from .plan import Plan, TensorMeta
 from .protocol import Broke, Cancel, Drop, Message, Performed
 from .rendezvous import join_store
+from .settle import join_all
 from .shell import MemberShell, is_first_hand, why
 from .transfer import TransferStats, lacks_memory, participate, receive, send
 
@@ -380,6 +381,4 @@ def _see_out() -> None:
     workers = list(_workers)
     for worker in workers:
         worker._end()
-    deadline = time.monotonic() + EXIT_S
-    for worker in workers:
-        worker._mover.join(max(deadline - time.monotonic(), 0.0))
+    join_all([worker._mover for worker in workers], EXIT_S)
